@@ -38,9 +38,9 @@ from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.regions import Step
-from lightning_piper.ir.values import Kind, Replicated, Sharded
-from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ir.regions import PassKey, Step
+from lightning_piper.ir.values import Kind, Replicated, Sharded, Value
+from lightning_piper.ops.chunk import outputs_of
 from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples, exchanged
 from lightning_piper.ops.communication.redistribute import CutOut, Redistribute, changed_specs, held_after
 from lightning_piper.ops.communication.total import Total
@@ -338,8 +338,11 @@ def take_parts(
     sharded_values.take_parts(dag, training)
     chunks = list(dag.of_type(Chunk))
     disconnected = disconnect(dag, chunks)
+    made: dict[tuple[PassKey, int], tuple[Value, ...]] = {}
     for chunk in chunks:
-        dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
+        if (at := (chunk.key, len(chunk.slice))) not in made:
+            made[at] = outputs_of(dag, chunk.key, chunk.slice)
+        dag.change(chunk, outputs=made[at])
     _follow(dag, chunks)
     streams = {division.axis: division.stream for division in dag.step.divisions}
     changed = [node for chunk in chunks for node in _change(dag, chunk, streams)]

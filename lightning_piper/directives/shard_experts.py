@@ -22,7 +22,7 @@ from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Output, Routed
 from lightning_piper.ir.values import Kind, Slice, TensorSpec, Value
-from lightning_piper.ops.chunk import make_chunk
+from lightning_piper.ops.chunk import outputs_of
 from lightning_piper.ops.communication.all_to_all import AllToAll
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
@@ -271,7 +271,7 @@ class ShardExperts(Sharding):
                 )
                 routes[chunk.slice] = (counts, arrived)
             route = routes.get(chunk.slice, ())
-            dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
+            dag.change(chunk, outputs=outputs_of(dag, chunk.key, chunk.slice))
             inputs = []
             for ref, direction in zip(chunk.inputs, interface.arrives, strict=True):
                 if direction == COUNTS:

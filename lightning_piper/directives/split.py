@@ -18,8 +18,8 @@ from lightning_piper.directives.rewrites.transfers import connect, disconnect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
-from lightning_piper.ir.regions import Step
-from lightning_piper.ir.values import Kind, Slice
+from lightning_piper.ir.regions import PassKey, Step
+from lightning_piper.ir.values import Kind, Slice, Value
 from lightning_piper.ops.arguments import Arguments
 from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk
@@ -290,6 +290,7 @@ class _Rewrite:
         copies: Id of a repeated node -> its copies, one for each microbatch.
         cuts: (value, microbatch, devices) -> the microbatch's part of a value that is not split.
         joined: (value, devices) -> the value joined from all copies.
+        outputs: (pass, number of samples) -> the outputs of its copies, which share one tuple.
     """
 
     def __init__(
@@ -299,6 +300,7 @@ class _Rewrite:
         self.copies: dict[int, list[Any]] = {}
         self.cuts: dict[tuple[Ref, int, tuple[int, ...]], Ref] = {}
         self.joined: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
+        self.outputs: dict[tuple[PassKey, int], tuple[Value, ...]] = {}
 
     def run(self) -> list[Node]:
         """Repeat the chunks, connect their readers to the copies, and remove the originals.
@@ -379,11 +381,13 @@ class _Rewrite:
             part,
             inputs,
             tags,
+            outputs=self.outputs.get((chunk.key, len(part))),
             devices=chunk.devices,
             stream=chunk.stream,
             placed_by=chunk.placed_by,
             params=params,
         )
+        self.outputs[chunk.key, len(part)] = copy.outputs
         return self.dag.add(copy)
 
     def _input(self, ref: Ref, i: int, chunk: Chunk, part: Slice) -> Ref:

@@ -61,6 +61,29 @@ class _Module(torch.fx.GraphModule):
         self._is_made = True
 
 
+class BoxedCode:
+    """A graph and the function that runs it (`compile_boxed`). A call returns both, and makes them if it is the first.
+
+    Args:
+        make: Returns the graph.
+        constants: See `compile_boxed`.
+    """
+
+    def __init__(self, make: Callable[[], torch.fx.Graph], constants: torch.nn.Module | None) -> None:
+        # The first call drops `_make`, and all that it refers to.
+        self._make: tuple[Callable[[], torch.fx.Graph], torch.nn.Module | None] | None = make, constants
+        self._made: tuple[Callable[..., tuple[torch.Tensor, ...]], torch.fx.Graph] | None = None
+
+    def __call__(self) -> tuple[Callable[..., tuple[torch.Tensor, ...]], torch.fx.Graph]:
+        with _making:
+            if self._make is not None:
+                make, constants = self._make
+                graph = make()
+                self._made, self._make = (compile_boxed(graph, constants), graph), None
+        assert self._made is not None
+        return self._made
+
+
 def _calling(graph: torch.fx.Graph, functions: Mapping[Any, Callable[..., Any]]) -> torch.fx.Graph:
     """Return a copy of a graph that calls a function of `RUNS_KEY`, or of `functions`, instead of an operation."""
     made, copies = torch.fx.Graph(graph.owning_module), dict[torch.fx.Node, torch.fx.Node]()

@@ -30,6 +30,7 @@ LOSS = "returned loss"
 SPLIT_BACKWARD = ("BI", "BW")  # the two passes of a split B: input-gradient pass, weight-gradient pass
 
 PassKey = tuple[int, str]  # (region index, "F", "B" or one of SPLIT_BACKWARD)
+Run = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]  # see `Code.run`
 
 
 @dataclass(frozen=True)
@@ -143,20 +144,28 @@ class Code:
     """A pass's code for one batch size.
 
     Attributes:
-        run: Takes a list of tensors, empties it, and returns the flat tuple of outputs. It frees tensors
-            after their last use.
+        made: Returns `run` and `graph`. It makes them in its first call, because a process runs few passes.
         outputs: Specs of the tensors of each output bundle, in the order of `Interface.outputs`.
-        graph: The functional graph. A graph for several shapes reads each size that varies from `sizes`, as
-            in `sizes[3]`.
         inputs: Specs of the arguments of `run`.
         sizes: The values of `sizes` in the graph.
     """
 
-    run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+    made: Callable[[], tuple[Run, torch.fx.Graph]]
     outputs: tuple[tuple[TensorSpec, ...], ...]
-    graph: torch.fx.Graph
     inputs: tuple[TensorSpec, ...] = ()
     sizes: tuple[Any, ...] = ()
+
+    @property
+    def run(self) -> Run:
+        """A function that takes a list of tensors, empties it, and returns the flat tuple of outputs. It frees tensors
+        after their last use."""
+        return self.made()[0]
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The functional graph. A graph for several shapes reads each size that varies from `sizes`, as in
+        `sizes[3]`."""
+        return self.made()[1]
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,18 @@ def make_chunk(
     part: Slice,
     inputs: tuple[Ref, ...],
     tags: dict[str, int | str],
+    outputs: tuple[Value, ...] | None = None,
     **more: object,
 ) -> Chunk:
-    """Return a chunk for `part` of the batch, without adding it to the DAG. Its outputs have the specs of the
-    code for this size. `more` has further fields of the chunk."""
-    interface = dag.code.interface_of(key)
-    specs = dag.code_for(key, part).outputs
-    outputs = tuple(
-        Value(out.kind, out.names, tensors, held(dag, out), others=others_of(dag, key, i))
-        for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
-    )
-    state = (None,) * len(interface.state)
+    """Return a chunk for `part` of the batch, without adding it to the DAG. `more` has further fields of the chunk.
+
+    Args:
+        outputs: The outputs of another chunk of this pass with the same number of samples (default: new outputs with the
+            specs of the code).
+    """
+    if outputs is None:
+        outputs = outputs_of(dag, key, part)
+    state = (None,) * len(dag.code.interface_of(key).state)
     return Chunk(
         region=key[0],
         kind=key[1],
@@ -57,6 +58,15 @@ def make_chunk(
         tags=tags,
         state=state,
         **more,  # type: ignore[arg-type]
+    )
+
+
+def outputs_of(dag: TrainingDAG, key: PassKey, part: Slice) -> tuple[Value, ...]:
+    """Return the outputs of a pass for a slice of the batch."""
+    interface, specs = dag.code.interface_of(key), dag.code_for(key, part).outputs
+    return tuple(
+        Value(out.kind, out.names, tensors, held(dag, out), others=others_of(dag, key, i))
+        for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
 
 

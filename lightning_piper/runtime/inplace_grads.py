@@ -202,7 +202,8 @@ def inplace_code(
         if destination.bucket is not None
         else tuple(spec if i in layouts else None for i, spec in enumerate(own))
     )
-    other = replace(code, run=compile_boxed(graph, module), graph=graph, inputs=(*code.inputs, *inputs))
+    run = compile_boxed(graph, module)
+    other = replace(code, made=lambda: (run, graph), inputs=(*code.inputs, *inputs))
     return InplaceCode(other, tuple(layouts), tuple(layouts.values()), specs, adds)
 
 

@@ -105,7 +105,8 @@ def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.Mon
 
 def code() -> Code:
     """Return code without operations and without outputs."""
-    return Code(lambda args: (), (), torch.fx.Graph())
+    made = (lambda args: (), torch.fx.Graph())
+    return Code(lambda: made, ())
 
 
 def test_the_report_names_the_reason_of_each_code() -> None:

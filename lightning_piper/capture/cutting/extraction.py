@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch.fx import Node
 
@@ -10,9 +13,9 @@ from lightning_piper.capture.joint.region_assignment import BORDERS
 from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import RESHAPES
-from lightning_piper.ir.boxed_code import compile_boxed
+from lightning_piper.ir.boxed_code import BoxedCode
 from lightning_piper.ir.regions import Code, Interface
-from lightning_piper.ir.values import Kind, TensorSpec
+from lightning_piper.ir.values import Kind
 from lightning_piper.placements.placement_changes import CHANGE, unchanged
 from lightning_piper.routing import COMBINE, COUNTS
 
@@ -29,7 +32,7 @@ def extract(
     routed: bool = False,
     rows: int | None = None,
 ) -> tuple[Interface, Code]:
-    """Return the interface and the code of a pass. The joint graph does not change.
+    """Return the interface and the code of a pass. The joint graph does not change, and must not change later.
 
     Args:
         p: The pass, with its `inputs`, `outputs` and `reads` set.
@@ -51,26 +54,11 @@ def extract(
     batch = {n: i for n, i in names.batch.items() if n in p.reads}
     seeds = {n: term for n, term in names.tangents.items() if n in p.reads}
 
-    graph = torch.fx.Graph()
-    env: dict[Node, Node] = {}
     arguments = (*given, *params, *constant, *current, *batch, *seeds)
-    for node in arguments:
-        env[node] = graph.placeholder(node.name)
-    for node in p.nodes:
-        _emit(graph, env, node)
-    flat: list[Node] = []
-    specs: list[tuple[TensorSpec, ...]] = []
-    for out, nodes in p.outputs:
-        crosses = out.kind in CROSSING
-        flat += [
-            _crossing(graph, _emit(graph, env, n), n) if crosses else _emit(graph, env, n) for n in nodes
-        ]
-        specs.append(tuple(spec_of(_dense(n) if crosses else n.meta["val"], rows) for n in nodes))
-    graph.output(tuple(flat))
-    if rows is not None:
-        resize(graph, {env[n]: n.meta["val"] for n in env if _is_tensor(n) and env[n].op == "placeholder"})
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
-    graph.lint()
+    specs = tuple(
+        tuple(spec_of(_dense(n) if out.kind in CROSSING else n.meta["val"], rows) for n in nodes)
+        for out, nodes in p.outputs
+    )
     interface = Interface(
         inputs=tuple(p.inputs),
         outputs=tuple(out for out, _ in p.outputs),
@@ -84,7 +72,35 @@ def extract(
         leaves=tuple(leaves(n) for _, n in p.outputs) if routed else (),
     )
     given_specs = tuple(spec_of(node.meta["val"], rows) for node in arguments)
-    return interface, Code(compile_boxed(graph, constants), tuple(specs), graph, given_specs)
+    made = BoxedCode(partial(_graph, p, arguments, rows), constants)
+    return interface, Code(made, specs, given_specs)
+
+
+def _graph(p: RegionPass, arguments: Sequence[Node], rows: int | None) -> torch.fx.Graph:
+    """Return the graph of a pass.
+
+    Args:
+        arguments: The nodes of the joint graph that the pass receives, in the order of its arguments.
+        p, rows: See `extract`.
+    """
+    graph = torch.fx.Graph()
+    env: dict[Node, Node] = {}
+    for node in arguments:
+        env[node] = graph.placeholder(node.name)
+    for node in p.nodes:
+        _emit(graph, env, node)
+    flat: list[Node] = []
+    for out, nodes in p.outputs:
+        crosses = out.kind in CROSSING
+        flat += [
+            _crossing(graph, _emit(graph, env, n), n) if crosses else _emit(graph, env, n) for n in nodes
+        ]
+    graph.output(tuple(flat))
+    if rows is not None:
+        resize(graph, {env[n]: n.meta["val"] for n in env if _is_tensor(n) and env[n].op == "placeholder"})
+    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    graph.lint()
+    return graph
 
 
 def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
@@ -147,7 +163,7 @@ def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
         copied: the node of `graph` with the value.
         node: the node of the joint graph with the value.
     """
-    if _dense(node) is _source(node).meta["val"]:
+    if _is_as_traced(node):
         return copied
     return graph.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
 
@@ -186,11 +202,12 @@ def _source(node: Node) -> Node:
 
 
 def _dense(node: Node) -> torch.Tensor:
-    """Return a fake tensor for an output, with the strides that the output has when it leaves the region.
-
-    This is the traced tensor itself (the same object) if it already has these strides. Callers compare
-    objects to see whether a copy is needed.
-    """
+    """Return a fake tensor for an output, with the strides that the output has when it leaves the region."""
     value: torch.Tensor = _source(node).meta["val"]
-    dense = value.is_contiguous() if node.target is CHANGE else _is_dense(value)
-    return value if dense else value.contiguous()
+    return value if _is_as_traced(node) else value.contiguous()
+
+
+def _is_as_traced(node: Node) -> bool:
+    """Return whether an output leaves the region with its strides in the trace, so without a copy."""
+    value: torch.Tensor = _source(node).meta["val"]
+    return value.is_contiguous() if node.target is CHANGE else _is_dense(value)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from lightning_piper.capture.cutting.extraction import extract
 from lightning_piper.capture.cutting.recomputation import check_names, recomputed_nodes
@@ -24,11 +25,13 @@ from lightning_piper.capture.joint.region_passes import OutputRef, PlaceholderNa
 from lightning_piper.capture.losses.changed_buffers import changed_buffers
 from lightning_piper.capture.losses.loss_weights import WeightedStep
 from lightning_piper.capture.metrics.metric_objects import object_of, uncopied
+from lightning_piper.capture.tensor_sharding.propagation import Propagation
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
-from lightning_piper.ir.values import Kind, Placement, Sharded
+from lightning_piper.ir.values import Kind, Placement, Replicated, Sharded
+from lightning_piper.placements.local_graph import localize
 from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, changes_of, unchanged
 from lightning_piper.totals import TOTAL
 
@@ -36,12 +39,107 @@ aten = torch.ops.aten
 Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
+@dataclass(frozen=True)
+class GraphCut:
+    """A joint graph that is cut into passes.
+
+    Attributes:
+        graph: The joint graph.
+        regions: The regions, in trace order.
+        passes: The passes F and B. A pass without work and without outputs is missing. Exceptions: a forward pass that
+            has lost all its unused operations, and the only pass of a step.
+        parts: Region -> {"BI": pass, "BW": pass}, or only one of the two, which then does all the work of B.
+        routed: Index of each routed region -> its experts.
+        names: The meaning of the graph's placeholders.
+        state: The placeholders of buffers that the step changes.
+    """
+
+    graph: Graph
+    regions: tuple[Region, ...]
+    passes: Mapping[PassKey, RegionPass]
+    parts: Mapping[int, Mapping[str, RegionPass]]
+    routed: Mapping[int, Routed]
+    names: PlaceholderNames
+    state: frozenset[Node]
+
+    def extracted(self) -> tuple[dict[PassKey, Interface], dict[PassKey, Code], Extracted]:
+        """Return three dicts: (region, "F" or "B") -> interface; (region, "F" or "B") -> code; and (region, "BI" or
+        "BW") -> interface and code of the two parts of each B. If B has only one part, the entry is the entry of B.
+
+        Raises:
+            CaptureError: Rows between dispatch and combine depend on each other.
+        """
+        rows = {region: rows_of(self.passes[region, "F"]) for region in self.routed}
+        for region, open_rows in rows.items():
+            if open_rows is not None:
+                refuse_joined_rows(self.passes[region, "F"])
+
+        def extracted(p: RegionPass) -> tuple[Interface, Code]:
+            region, constants = p.key[0], self.graph.owning_module
+            return extract(p, self.names, self.state, constants, region in self.routed, rows.get(region))
+
+        found = {key: extracted(p) for key, p in self.passes.items()}
+        tried: set[Any] = set()
+        for region in self.routed:
+            experts = self.routed[region]
+            refuse_row_dependence(self.passes[region, "F"], *found[region, "F"], self.names, experts, tried)
+        split: Extracted = {}
+        for region, by_kind in self.parts.items():
+            if len(by_kind) == 1:
+                split |= {part.key: found[region, "B"] for part in by_kind.values()}
+            else:
+                split |= {part.key: extracted(part) for part in by_kind.values()}
+        return {key: p[0] for key, p in found.items()}, {key: p[1] for key, p in found.items()}, split
+
+    def of_member(self, propagations: Sequence[Propagation]) -> GraphCut:
+        """Return the same passes as one rank runs them, on its shards, in a new graph.
+
+        Args:
+            propagations: The placements of the graph's values, one for each axis.
+        """
+        cut, copies = self.copied()
+        for propagation in propagations:
+            held = {copies[x]: placement for x, placement in propagation.held.items() if x in copies}
+            for x, copy in copies.items():
+                if copy not in held:  # an operation that `cut` has added
+                    held[copy] = dict(x.meta.get(PLACEMENTS, ())).get(propagation.division.axis, Replicated())
+            localize(cut.graph, held, propagation.degree)
+        return cut
+
+    def copied(self) -> tuple[GraphCut, Mapping[Node, Node]]:
+        """Return a copy with a new graph, and node -> its copy."""
+        graph, copies = Graph(self.graph.owning_module), dict[Node, Node]()
+        graph.output(graph.graph_copy(self.graph, copies))
+
+        def copied(p: RegionPass) -> RegionPass:
+            def of(nodes: Iterable[Node]) -> list[Node]:
+                return [copies[x] for x in nodes]
+
+            return RegionPass(
+                p.key,
+                of(p.nodes),
+                [(out, of(nodes)) for out, nodes in p.outputs],
+                dict.fromkeys(of(p.reads)),
+                {ref: of(nodes) for ref, nodes in p.inputs.items()},
+            )
+
+        cut = replace(
+            self,
+            graph=graph,
+            passes={key: copied(p) for key, p in self.passes.items()},
+            parts={region: {kind: copied(p) for kind, p in by.items()} for region, by in self.parts.items()},
+            names=self.names.renamed(copies),
+            state=frozenset(copies[x] for x in self.state),
+        )
+        return cut, copies
+
+
 def cut(
     weighed: WeightedStep,
     canonical: Mapping[str, str],
     routed: Mapping[int, Routed] | None = None,
     recomputed: Sequence[Recomputation] = (),
-) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:
+) -> GraphCut:
     """Cut a joint graph into passes. Sums and weights of parameter gradients are added to the graph.
 
     Args:
@@ -52,18 +150,9 @@ def cut(
         recomputed: the user's choices of values that backward passes compute again. A choice with a memory
             budget stores its result in `Recomputation.chosen`.
 
-    Returns:
-        - The regions, in trace order.
-        - (region, "F" or "B") -> interface and code. A pass without work and without outputs is missing.
-          Exceptions: a forward pass that has lost all its unused operations, and the only pass of a step.
-        - (region, "BI" or "BW") -> interface and code of the two parts of each B. If B has only one part, the
-          entry is the entry of B.
-        - Index of each routed region -> its experts: `routed`, or the regions that the function found.
-
     Raises:
         CaptureError: Passes cannot run an operation of the step. For example, the step changes a parameter in
-            place, the gradient of a parameter is sparse, or rows between dispatch and combine depend on each
-            other.
+            place, or the gradient of a parameter is sparse.
     """
     graph, plain = weighed.graph, weighed.plain
     names = PlaceholderNames.of(graph, canonical, weighed.tangents)
@@ -91,26 +180,7 @@ def cut(
     parts = _connect(assignment, passes, state, recomputed)
     forward = forward or {(0, "F")}  # a step that computes nothing still has one pass
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
-    rows = {region: rows_of(passes[region, "F"]) for region in routed}
-    for region, open_rows in rows.items():
-        if open_rows is not None:
-            refuse_joined_rows(passes[region, "F"])
-
-    def extracted(p: RegionPass) -> tuple[Interface, Code]:
-        region = p.key[0]
-        return extract(p, names, state, graph.owning_module, region in routed, rows.get(region))
-
-    found = {key: extracted(p) for key, p in passes.items()}
-    tried: set[Any] = set()
-    for region in routed:
-        refuse_row_dependence(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
-    split: Extracted = {}
-    for region, by_kind in parts.items():
-        if len(by_kind) == 1:  # the only part does all the work of B
-            split |= {part.key: found[region, "B"] for part in by_kind.values()}
-        else:
-            split |= {part.key: extracted(part) for part in by_kind.values()}
-    return assignment.regions, found, split, routed
+    return GraphCut(graph, assignment.regions, passes, parts, routed, names, state)
 
 
 def _refuse_changed_parameters(
@@ -201,6 +271,7 @@ def _results(
     grads: dict[int, dict[str, list[Node]]] = {}
     # metric object -> argument -> node: all arguments of an object leave the same region
     arguments: dict[str, dict[str, Node]] = {}
+    trained = {x.meta["desc"]: name for x, name in names.params.items()}
     for node, desc in described:
         if node is None:
             continue
@@ -213,7 +284,7 @@ def _results(
             else:
                 passes[_region_of(node, assignment), "F"].outputs.append((output, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
-            param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
+            param = trained.get(desc.grad_of)
             if param is None:
                 # the gradient of a batch tensor with `requires_grad_`, which the step does not return
                 continue

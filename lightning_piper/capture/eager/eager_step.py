@@ -130,8 +130,8 @@ class EagerStep:
         backward = Interface(((0, "F", 0),), gradients, seeds=(0,))
         empty = torch.fx.Graph()
         code: Mapping[PassKey, Code] = {
-            (0, "F"): Code(_nothing, ((),), empty),
-            (0, "B"): Code(self._backward, (specs,) if gradients else (), empty),
+            (0, "F"): Code(lambda: (_nothing, empty), ((),)),
+            (0, "B"): Code(lambda: (self._backward, empty), (specs,) if gradients else ()),
         }
         source = f"{type(self.module).__name__}.{self.name}, which runs uncaptured"
         return StepCode(
@@ -210,10 +210,11 @@ class RegatherStep(EagerStep):
         """Return code that computes nothing. Its only pass, a forward pass, reads the parameters."""
         key, code = (0, "F"), super().at(size, degrees)
         reads = dataclasses.replace(code.interfaces[key], outputs=(), buffers=())
+        empty = torch.fx.Graph()
         return dataclasses.replace(
             code,
             interfaces={key: reads},
-            code={key: Code(_nothing, (), torch.fx.Graph())},
+            code={key: Code(lambda: (_nothing, empty), ())},
             terms=(),
             rebuild=ResultBuilder(self.batch_spec, self.batch_spec, ()),
         )

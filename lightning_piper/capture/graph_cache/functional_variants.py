@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_piper.capture.torch_private import _torch
+
 aten = torch.ops.aten
 # Operation that changes its first argument -> functional variant, if the names do not follow the rule.
 _OTHER_NAMES = {
@@ -49,7 +51,7 @@ def without_defaults(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments as torch passes them to a tracer: without arguments that equal their defaults,
     wherever possible."""
-    arguments = function._schema.arguments
+    arguments = _torch.arguments_of(function)
     placed, named = list(args), dict(kwargs)
     by_position = [x for x in arguments if not x.kwarg_only]
     for x in by_position[len(placed) :]:

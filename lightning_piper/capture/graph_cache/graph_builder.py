@@ -25,6 +25,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from lightning_piper.capture.graph_cache.functional_variants import functional_variant, without_defaults
 from lightning_piper.capture.graph_cache.serialization import is_constant
@@ -407,15 +408,18 @@ class _GraphBuilder:
             # torch detaches each newly created tensor, but a trace does not record this.
             self._values[id(made)] = replace(self._values[fresh])
             return
-        leaves = _torch.tree_leaves((args, kwargs))
-        nodes = {id(x): self._node(x, call.marks) for x in leaves if isinstance(x, torch.Tensor)}
+        nodes: list[Node] = []
+
+        def entered(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            nodes.append(self._node(x, call.marks))
+            return nodes[-1]
+
+        arguments, named = map_aggregate(without_defaults(function, args, kwargs), entered)
         for x, _ in call.changed:
             self._check_change(x)
         target = aten.lift_fresh_copy.default if target is aten.lift_fresh.default else target
-        arguments, named = _torch.tree_map(
-            lambda x: nodes[id(x)] if isinstance(x, torch.Tensor) else x,
-            without_defaults(function, args, kwargs),
-        )
         node = self._call(target, arguments, named, made, call.marks)
         if call.changed and isinstance(made, torch.Tensor):
             self._change(args[0], node, call.marks)

@@ -115,3 +115,10 @@ class PlaceholderNames:
             elif isinstance(desc, _torch.TangentAOTInput):
                 tangent = node
         return cls(params, buffers, batch, tangent, tangents or {})
+
+    def renamed(self, copies: Mapping[Node, Node]) -> PlaceholderNames:
+        """Return the meaning of the placeholders of a copied graph. `copies` maps each node to its copy."""
+        params, buffers = ({copies[x]: name for x, name in of.items()} for of in (self.params, self.buffers))
+        batch, tangents = ({copies[x]: i for x, i in of.items()} for of in (self.batch, self.tangents))
+        tangent = None if self.tangent is None else copies[self.tangent]
+        return PlaceholderNames(params, buffers, batch, tangent, tangents)

@@ -246,12 +246,12 @@ def _products(node: Node) -> _Products | None:
     name = _name(node)
     if not name or target.namespace not in ("aten", "prims"):
         return None
-    arguments = target._schema.arguments
+    schema = _torch.arguments_of(target)
     # A backward operation of torch is linear in each gradient that it reads.
     if "_backward" in name and "double" not in name:
         return tuple(
             (i,)
-            for i, x in enumerate(arguments)
+            for i, x in enumerate(schema)
             if (x.name.startswith("grad") or i == 0) and "Tensor" in str(x.type)
         )
     if name in ("div", "true_divide") and node.kwargs.get("rounding_mode") is not None:
@@ -274,8 +274,8 @@ def _arguments(node: Node) -> list[Any]:
     """Return the arguments in the order of the operation's schema, with None for arguments that are not
     given."""
     target: Any = node.target
-    given = zip(range(len(target._schema.arguments)), target._schema.arguments, strict=True)
-    return [node.args[i] if i < len(node.args) else node.kwargs.get(x.name) for i, x in given]
+    schema = _torch.arguments_of(target)[len(node.args) :]
+    return [*node.args, *(node.kwargs.get(x.name) for x in schema)]
 
 
 def _each(arguments: list[Any], factors: tuple[int, ...]) -> Iterator[list[Any]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_piper.annotate import repeated_blocks
-from lightning_piper.capture.cutting.graph_cut import cut
+from lightning_piper.capture.cutting.graph_cut import GraphCut, cut
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.joint.sizes import SizeSymbols, Specs
 from lightning_piper.capture.joint.trace_text import TraceText, difference, text_of
@@ -24,7 +24,6 @@ from lightning_piper.capture.losses.loss_chunks import chunk_losses
 from lightning_piper.capture.losses.loss_weights import WeightedStep, weigh
 from lightning_piper.capture.metrics.sample_independence import sample_independent_arguments
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
 from lightning_piper.capture.python_state.state_reads import (
     History,
@@ -42,10 +41,16 @@ from lightning_piper.capture.steps.code_structure import (
     same_calls,
     same_structure,
 )
-from lightning_piper.capture.steps.named_tensors import laid_out, named_tensors, resized
+from lightning_piper.capture.steps.named_tensors import (
+    has_sample_lists,
+    laid_out,
+    named_tensors,
+    resized,
+    sized,
+)
 from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.tensor_sharding.placement_changes import return_copies
-from lightning_piper.capture.tensor_sharding.propagation import propagate_placements
+from lightning_piper.capture.tensor_sharding.propagation import Propagation, propagate_placements
 from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
 from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.errors import CaptureError
@@ -109,6 +114,9 @@ class CapturedStep:
         self.params, self.buffers, self.canonical, self._sharing = named_tensors(module)
         # (number of samples, degrees) -> code
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
+        # Number of samples -> passes on whole tensors of a step with `divisions`, and the placements of their values,
+        # until the `member` has made its code from them.
+        self._cuts: dict[int, tuple[GraphCut, list[Propagation]]] = {}
         self._calls: dict[int, Calls] = {}  # number of samples -> the calls of the traced graph
         # Number of samples -> the traced graph, and the specs of the Python numbers among its inputs.
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
@@ -117,12 +125,12 @@ class CapturedStep:
         self._latest: dict[tuple[int, Specs], tuple[TracedGraph, Specs, TracedStep]] = {}
         # If True, no trace at another number of samples is possible: the batch has a list with one entry for
         # each sample, or such a trace has failed.
-        self._sample_lists = _has_sample_lists(batch_spec)
+        self._sample_lists = has_sample_lists(batch_spec)
         self._blocks = repeated_blocks(module)
         # The copies that `resized` and `shaped` make share these attributes.
         # `_first`: one entry after the first trace: the copy that was traced, its number of samples, and the
         # trace's text and digest (`TracedStep.digest`).
-        # `_shaped`: specs of the batch's tensors with one sample (`_sized`) -> the copy for these shapes.
+        # `_shaped`: specs of the batch's tensors with one sample (`sized`) -> the copy for these shapes.
         # `_symbolic`: traces that serve many shapes.
         self._first: list[tuple[CapturedStep, int, TraceText, str | None]] = []
         self._shaped: dict[Specs, CapturedStep] = {}
@@ -146,15 +154,15 @@ class CapturedStep:
         Args:
             batch_spec: has the same structure as the spec of the step.
         """
-        shapes = _sized(batch_spec, 1)
+        shapes = sized(batch_spec, 1)
         if shapes == self._specs(1):
             return self
         if shapes not in self._shaped:
             if len(self._shaped) == MANY_SHAPES:
                 del self._shaped[next(iter(self._shaped))]
             other = self._shaped[shapes] = copy.copy(self)
-            other.batch_spec, other._sample_lists = batch_spec, _has_sample_lists(batch_spec)
-            other._codes, other._calls, other._graphs, other._latest = {}, {}, {}, {}
+            other.batch_spec, other._sample_lists = batch_spec, has_sample_lists(batch_spec)
+            other._codes, other._cuts, other._calls, other._graphs, other._latest = {}, {}, {}, {}, {}
             vars(other).pop("member", None)  # the cached `member` has the shapes of `self`
         return self._shaped[shapes]
 
@@ -170,7 +178,7 @@ class CapturedStep:
         if tuple(divisions) == self.divisions:
             return self
         other = copy.copy(self)
-        other.divisions, other._codes, other._shaped = tuple(divisions), {}, {}
+        other.divisions, other._codes, other._cuts, other._shaped = tuple(divisions), {}, {}, {}
         degrees = {each.axis: each.degree for each in divisions}
         # The code also divides biases, whose shards follow from their weights.
         parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}
@@ -186,7 +194,8 @@ class CapturedStep:
         if recomputation in self.recomputed:
             return self
         other = copy.copy(self)
-        other.recomputed, other._codes, other._shaped = (*self.recomputed, recomputation), {}, {}
+        other.recomputed = (*self.recomputed, recomputation)
+        other._codes, other._cuts, other._shaped = {}, {}, {}
         other._symbolic = SymbolicTraces()
         return other
 
@@ -194,7 +203,7 @@ class CapturedStep:
         """Return a copy of the step that computes the scores of each cross entropy of a linear layer for `chunk`
         rows at a time (0: see `placements.chunked_scores`)."""
         other = copy.copy(self)
-        other.chunk, other._codes, other._shaped = chunk, {}, {}
+        other.chunk, other._codes, other._cuts, other._shaped = chunk, {}, {}, {}
         return other
 
     @cached_property
@@ -291,7 +300,7 @@ class CapturedStep:
         return dataclasses.replace(traced, graph=copy_graph(traced.graph)), specs, step
 
     def _specs(self, size: int) -> Specs:
-        return _sized(self.batch_spec, size)
+        return sized(self.batch_spec, size)
 
     @property
     def said(self) -> TraceText:
@@ -347,7 +356,8 @@ class CapturedStep:
 
     def _new_code(self, size: int, degrees: tuple[int, ...]) -> StepCode:
         """Return new code for `size` samples; see `at`."""
-        found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
+        known = None if degrees else self._by_substitution(size) or self._of_member(size)
+        found = known or self._traced(size, degrees)
         self._check_sharing(found)
         if not self._codes and self._whole is None:
             return found
@@ -441,6 +451,16 @@ class CapturedStep:
             found = self._symbolic.find(self._specs(size) + numbers, size)
         return found
 
+    def _of_member(self, size: int) -> StepCode | None:
+        """Return the code of a `member` from the passes of the whole step. Return None if it needs a trace."""
+        if self._whole is None:
+            return None
+        whole, found = self._whole.at(size), self._cuts.pop(size, None)
+        if found is None:
+            return None
+        interfaces, code, split = found[0].of_member(found[1]).extracted()
+        return dataclasses.replace(whole, interfaces=interfaces, code=code, split_passes=split)
+
     def _trace_symbolic(self, size: int) -> SymbolicStep | None:
         """Trace the step with symbols, and compare the trace with a trace with plain numbers: the first trace,
         or a new trace of the current shapes.
@@ -507,21 +527,21 @@ class CapturedStep:
                 "loss must not have class weights or label smoothing. Write the loss in this form. Or remove "
                 "chunk_loss: piper.linear_cross_entropy does not need it [PIPER-D026]"
             )
-        divided = self._divide(weighed)
-        regions, passes, split_passes, routed = cut(
-            weighed, self.canonical, None if whole is None else whole.routed, self.recomputed
-        )
-        interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
+        divided, propagations = self._divide(weighed)
+        found = cut(weighed, self.canonical, None if whole is None else whole.routed, self.recomputed)
+        if propagations and self._whole is None and not found.routed:
+            self._cuts[size] = found, propagations
+        interfaces, code, split_passes = found.extracted()
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         return StepCode(
             size,
-            regions,
+            found.regions,
             interfaces,
             code,
             weighed.logs,
             specs,
             split_passes,
-            routed,
+            found.routed,
             step.rebuild,
             weighed.terms,
             dataclasses.replace(traced.metrics, terms=terms, whole=counted),
@@ -540,23 +560,25 @@ class CapturedStep:
         graph = self._trace_whole(self.size)[0].graph
         return graph, PlaceholderNames.of(graph, self.canonical)
 
-    def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Sharded]]:
+    def _divide(self, weighed: WeightedStep) -> tuple[dict[str, tuple[str, Sharded]], list[Propagation]]:
         """Choose the placement of each value of the graph along the axes of `divisions`, and add changes of
         placement to the graph. In a `member`, also reduce the graph to one rank's shards.
 
         Returns:
-            Canonical name of a sharded parameter -> (axis, shard). Empty without `divisions`.
+            Canonical name of a sharded parameter -> (axis, shard), and the propagation along each axis. Both are
+            empty without `divisions`.
         """
         names = PlaceholderNames.of(weighed.graph, self.canonical, weighed.tangents)
         propagations = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []
         for propagation in propagations if self._whole is not None else ():
             localize(weighed.graph, propagation.held, propagation.degree)
         return_copies(weighed.graph)
-        return {
+        shards = {
             name: (propagation.division.axis, part)
             for propagation in propagations
             for name, part in propagation.params.items()
         }
+        return shards, propagations
 
     def _check_sharing(self, code: StepCode) -> None:
         """Raise a `CaptureError` if the step or the optimizer would change one of two parameters or buffers
@@ -576,17 +598,3 @@ class CapturedStep:
             if degree > 1:
                 found |= dict.fromkeys(routed.params, degree)
         return {name: found[main] for name, main in self.canonical.items() if main in found}
-
-
-def _sized(batch_spec: BatchSpec, size: int) -> Specs:
-    """Return the specs of the batch's tensors for `size` samples. If the batch cannot be cut, return its specs
-    unchanged."""
-    if batch_spec.undivided is not None:
-        return batch_spec.specs
-    return tuple(resized(spec, size) for spec in batch_spec.specs)
-
-
-def _has_sample_lists(batch_spec: BatchSpec) -> bool:
-    """Return whether the batch has a list with one entry for each sample. A batch of another size cannot be
-    made from such a batch."""
-    return any(isinstance(item, SampleList) for item in batch_spec.carried)

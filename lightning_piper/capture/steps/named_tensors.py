@@ -1,4 +1,4 @@
-"""Collect the parameters and buffers of a module by canonical name."""
+"""Collect the parameters and buffers of a module by canonical name, and change the number of samples in specs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import dataclasses
 import torch
 from torch import nn
 
+from lightning_piper.capture.joint.sizes import Specs
+from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.capture.steps.aliases import Pair, sharing_memory
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.regions import ParamInfo
@@ -109,3 +112,17 @@ def resized(spec: TensorSpec, size: int) -> TensorSpec:
     without dimensions keeps its spec."""
     shape = (size, *spec.shape[1:]) if spec.shape else ()
     return TensorSpec.contiguous(shape, spec.dtype)
+
+
+def sized(batch_spec: BatchSpec, size: int) -> Specs:
+    """Return the specs of the batch's tensors for `size` samples. If the batch cannot be cut, return its specs
+    unchanged."""
+    if batch_spec.undivided is not None:
+        return batch_spec.specs
+    return tuple(resized(spec, size) for spec in batch_spec.specs)
+
+
+def has_sample_lists(batch_spec: BatchSpec) -> bool:
+    """Return whether the batch has a list with one entry for each sample. A batch of another size cannot be
+    made from such a batch."""
+    return any(isinstance(item, SampleList) for item in batch_spec.carried)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from lightning_piper.capture.losses.batch_dependence import Ask
 from lightning_piper.capture.losses.loss_weights import weigh
 from lightning_piper.ir.metric_calls import MetricLog
 from lightning_piper.ir.recomputation import Recomputation
-from lightning_piper.ir.regions import Code, Computed, Logged, Rebuild, StepCode
+from lightning_piper.ir.regions import Code, Computed, Logged, Rebuild, Run, StepCode
 from lightning_piper.ir.terms import Term
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import ROUTE
@@ -203,8 +203,9 @@ class SymbolicStep:
             weighed.local,
         )
         self._nonlinear, self._weighs_gradients = weighed.nonlinear, weighed.weight is not None
-        self._regions, passes, split, _ = cut(weighed, canonical, recomputed=recomputed)
-        self._passes = {key: (*found, self._specs(found[1])) for key, found in passes.items()}
+        found = cut(weighed, canonical, recomputed=recomputed)
+        self._regions, (interfaces, codes, split) = found.regions, found.extracted()
+        self._passes = {key: (interfaces[key], code, self._specs(code)) for key, code in codes.items()}
         self._split = {key: (*found, self._specs(found[1])) for key, found in split.items()}
         self._holds = self._symbols.conditions()
 
@@ -217,9 +218,12 @@ class SymbolicStep:
         known, numbers = self._numbers.at(values)
 
         def code(symbolic: Code, outputs: Outputs) -> Code:
-            run: Callable[..., tuple[torch.Tensor, ...]] = symbolic.run
+            def made() -> tuple[Run, torch.fx.Graph]:
+                run: Callable[..., tuple[torch.Tensor, ...]] = symbolic.run
+                return partial(run, sizes=numbers), symbolic.graph
+
             *specs, inputs = (tuple(spec_at(spec, known) for spec in bundle) for bundle in outputs)
-            return Code(partial(run, sizes=numbers), tuple(specs), symbolic.graph, inputs, numbers)
+            return Code(cache(made), tuple(specs), inputs, numbers)
 
         passes = {key: code(symbolic, outputs) for key, (_, symbolic, outputs) in self._passes.items()}
         split = {

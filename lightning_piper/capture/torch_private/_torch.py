@@ -501,13 +501,19 @@ def recomputed(module: nn.Module) -> set[str]:
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
 
 
+@cache
+def arguments_of(operation: torch._ops.OpOverload) -> tuple[Any, ...]:
+    """Return the arguments in the schema of an operation. torch makes new objects for each request."""
+    return tuple(operation._schema.arguments)
+
+
 def operands(node: torch.fx.Node) -> list[Any]:
     """Return the Python numbers with which an operation calculates, such as the 2 of `x * 2`. Sizes, dimensions
     and indices do not count. If the node is not an operation of torch, the list is empty."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found = []
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(arguments_of(node.target)):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         if isinstance(given, int | float) and str(argument.type) in ("number", "Tensor"):
             found.append(given)
@@ -526,7 +532,7 @@ def call_is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(arguments_of(target)):
         if argument.name == "dropout_p":
             given = (
                 args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)

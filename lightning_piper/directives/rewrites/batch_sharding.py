@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import networkx as nx
@@ -13,7 +13,7 @@ from lightning_piper.directives.base import Directive, one_microbatch
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Partial, Slice
+from lightning_piper.ir.values import Partial, Slice, Value
 from lightning_piper.ops.chunk import held
 from lightning_piper.ops.communication.gather_samples import GatherSamples, ScatterSamples, exchanged
 from lightning_piper.ops.communication.total import Total
@@ -55,8 +55,9 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
         if chunk.slice.start % replicas or chunk.slice.stop % replicas:
             _refuse_uneven(dag, replicas, directive, chunk)
     dag.mesh = mesh
+    made: Outputs = {}
     for node_id in list(nx.topological_sort(dag.graph)):
-        _shrink(dag, dag.nodes[node_id], replicas)
+        _shrink(dag, dag.nodes[node_id], replicas, made)
 
 
 def _refuse_statistics(dag: TrainingDAG, directive: Directive, local: Sequence[str]) -> NoReturn:
@@ -102,27 +103,30 @@ def _refuse_uneven(dag: TrainingDAG, replicas: int, directive: Directive, chunk:
     )
 
 
-def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
+# `id` of a chunk's outputs -> (the outputs, the outputs for one replica). Microbatches share both tuples.
+Outputs = dict[int, tuple[tuple[Value, ...], tuple[Value, ...]]]
+
+
+def _shrink(dag: TrainingDAG, node: Node, replicas: int, made: Outputs) -> None:
     """Change a node to work on one replica's local batch. Call this function for a node after the nodes that
     it reads.
     """
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))
-        outputs = tuple(
-            dataclasses.replace(value, tensors=tensors, placement=held(dag, out))
-            for value, out, tensors in zip(
-                node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True
-            )
-        )
+        if id(node.outputs) not in made:
+            pairs = zip(node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True)
+            changed = (replace(value, tensors=x, placement=held(dag, out)) for value, out, x in pairs)
+            made[id(node.outputs)] = node.outputs, tuple(changed)
+        outputs = made[id(node.outputs)][1]
     elif isinstance(node, Total):
         dag.change(node, mesh=dag.mesh)
-        outputs = (dataclasses.replace(node.outputs[0], tensors=dag.value(node.inputs[0]).tensors),)
+        outputs = (replace(node.outputs[0], tensors=dag.value(node.inputs[0]).tensors),)
     elif isinstance(node, GatherSamples | ScatterSamples):
         dag.change(node, mesh=dag.mesh)
         outputs = (exchanged(dag, node),)
     elif isinstance(node, Metrics):
         dag.change(node, slices=tuple(_part(part, replicas) for part in node.slices))
-        outputs = (dataclasses.replace(metrics_value(dag), placement=Partial()),)
+        outputs = (replace(metrics_value(dag), placement=Partial()),)
     elif isinstance(node, MetricsSum):
         outputs = (metrics_value(dag),)
     elif isinstance(node, Cut | Concat):
@@ -135,13 +139,11 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
         per_sample = (
             dag.specs_of(node.inputs[0], dag.local_batch_size)[0].shape[node.dim] // dag.local_batch_size
         )
-        outputs = (
-            dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),
-        )
+        outputs = (replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
     elif node.outputs:  # a transfer or a sum: its output has the specs and placement of its input
         placement = dag.value(node.inputs[0]).placement
         tensors = dag.value(node.inputs[0]).tensors
-        outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)
+        outputs = tuple(replace(v, tensors=tensors, placement=placement) for v in node.outputs)
     else:
         return
     dag.change(node, outputs=outputs)
