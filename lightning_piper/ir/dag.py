@@ -60,6 +60,8 @@ class TrainingDAG:
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
         self.step, self.size = step, size
+        # `step`, `size`, and their `code`, because rules of nodes ask for it several times for each node
+        self._code: tuple[Step, int, StepCode] | None = None
         self.nodes: dict[int, Node] = {}
         self.graph: nx.DiGraph[int] = nx.DiGraph()
         self.mesh = Mesh.flat(1)
@@ -85,7 +87,9 @@ class TrainingDAG:
     @property
     def code(self) -> StepCode:
         """The step's code for the whole batch. Regions and interfaces are the same at every size."""
-        return self.step.at(self.size)
+        if self._code is None or self._code[0] is not self.step or self._code[1] != self.size:
+            self._code = self.step, self.size, self.step.at(self.size)
+        return self._code[2]
 
     @property
     def forward_only(self) -> bool:

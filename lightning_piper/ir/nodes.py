@@ -127,7 +127,7 @@ class Node:
         return (
             self.devices
             if bucket is None
-            else tuple(self.devices[group_rank] for group_rank in bucket.shard_group(replica))
+            else tuple(map(self.devices.__getitem__, bucket.shard_group(replica)))
         )
 
 

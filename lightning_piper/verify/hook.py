@@ -10,7 +10,7 @@ from lightning_piper.passes import Done
 from lightning_piper.verify.static_check import check, check_orders
 
 # Attributes of a DAG that no rule of a node depends on, or whose changes `revision` counts.
-_COUNTED = ("nodes", "graph", "program", "overlaps", "_next")
+_COUNTED = ("nodes", "graph", "program", "overlaps", "_next", "_code")
 
 
 class StaticCheck:

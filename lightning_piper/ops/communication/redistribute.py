@@ -76,7 +76,7 @@ class Redistribute(Node):
         return f"{self.before} -> {self.after}"
 
     def members(self, replica: int) -> tuple[int, ...]:
-        return tuple(self.devices[group_rank] for group_rank in self.mesh.line(self.axis, replica))
+        return tuple(map(self.devices.__getitem__, self.mesh.line(self.axis, replica)))
 
 
 @dataclass(frozen=True, kw_only=True)
