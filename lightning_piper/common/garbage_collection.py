@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def uncollected() -> Iterator[None]:
     """Turn off garbage collection inside the context.
 
-    A capture or a compilation makes little garbage before its end. Repeated collections would take up to a
-    quarter of its time.
+    An import, a capture or a compilation makes little garbage before its end. Repeated collections would take up to
+    a quarter of its time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lightning_piper.common.garbage_collection import uncollected
+
 # Threads that read names for the first time import their modules one after another. Otherwise two threads may begin
 # with different modules of a cycle of imports, and Python ends one of them with a `_DeadlockError`.
 _IMPORTING = threading.RLock()
@@ -53,7 +55,7 @@ class _LazyName:
         values = vars(package)
         if self._name not in values:
             own = self._module == package.__name__
-            with _IMPORTING:
+            with _IMPORTING, uncollected():
                 found = importlib.import_module(f"{self._module}.{self._name}" if own else self._module)
             values[self._name] = found if own else getattr(found, self._name)
         return values[self._name]

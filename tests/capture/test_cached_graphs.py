@@ -110,6 +110,24 @@ def described(graph: torch.fx.Graph) -> list[str]:
     return lines
 
 
+def test_a_comparison_with_the_first_trace_needs_no_graph(
+    traces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, found, own = capture(Net(), batch()), [], cached_graphs._graph
+    step.at(step.size)
+
+    def graph(digest: str, *args: Any) -> torch.fx.Graph:
+        found.append(digest)
+        return own(digest, *args)
+
+    monkeypatch.setattr(cached_graphs, "_graph", graph)
+    step.retrace()
+    assert not found
+    assert not step._trace(step.size, {}, (), known=step._first[0][3])[0].graph.nodes
+    assert step._trace(step.size, {}, (), known="another digest")[0].graph.nodes
+    assert found
+
+
 @pytest.mark.parametrize(
     ("module", "given"),
     [(Net(), batch()), pytest.param(Model(SPEC), make_batch(SPEC, 4), marks=pytest.mark.long)],

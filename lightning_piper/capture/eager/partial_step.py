@@ -109,7 +109,12 @@ class PartlyCaptured(CapturedStep):
         return _RemainderStep(self.module, *about, calls=self.calls, remainder=self.remainder)
 
     def _trace(
-        self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
+        self,
+        size: int,
+        parts: Mapping[str, int],
+        degrees: tuple[int, ...],
+        fakes: Fakes = fakes_of,
+        known: str | None = None,
     ) -> tuple[TracedGraph, Specs, TracedStep]:
         """Trace the step as `CapturedStep` does. Then set the methods of `remainder` as the functions that run
         instead of the graph's operations for the uncaptured code (`RUNS_KEY`). Add to `remainder.captured`
@@ -119,7 +124,7 @@ class PartlyCaptured(CapturedStep):
             CaptureError: the code outside of captured calls draws random numbers, or changes a buffer or the
                 batch in place.
         """
-        traced, specs, step = super()._trace(size, parts, degrees, fakes)
+        traced, specs, step = super()._trace(size, parts, degrees, fakes, known)
         for node in traced.graph.nodes:
             desc = node.meta.get("desc")
             if isinstance(desc, _torch.ParamAOTInput) and any(

@@ -24,6 +24,7 @@ from torch import nn
 from torch.fx import Graph
 
 from lightning_piper import cache
+from lightning_piper.capture.graph_cache.operation_results import OperationResults
 from lightning_piper.capture.graph_cache.serialization import NotSerializable, deserialize, serialize
 from lightning_piper.capture.graph_cache.tracing_run import log_operations
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
@@ -62,7 +63,7 @@ def traced_once(
     Args:
         module: the user's module. Its Python attributes are restored after the run.
         step: a module that returns the step's results; see `step_trace.TracedStep`. If the operations could be
-            recorded, `step.digest` is their digest afterwards.
+            recorded, `step.digest` is their digest afterwards. If it is `step.known`, the graph is empty.
         inputs: tensors like the step's inputs.
         device: the device of the trace.
         without_data: Returns a context in which the module has new tensors of the given fake mode. Each run
@@ -99,7 +100,9 @@ def traced_once(
             ]
             own = torch.empty((), device=device).device  # a device with its index
             before = attributes(module)
-            digest, build = log_operations(step, others, own, blocks, is_known)
+            _results.read()
+            digest, build = log_operations(step, others, own, blocks, is_known, _results)
+            _results.write()
             if step.keeps:
                 # Hooks of the backward pass may have changed attributes.
                 check_unchanged(module, before, step.name)
@@ -108,7 +111,7 @@ def traced_once(
     blocks = () if module in _differing else tuple(step.blocks.values())
     try:
         try:
-            digest, build, own = tracing_run(blocks, _is_known)
+            digest, build, own = tracing_run(blocks, lambda found: found == step.known or _is_known(found))
         except (ContainerGrowth, RandomDraw, LongStepError):
             raise
         except Exception:
@@ -134,6 +137,8 @@ def traced_once(
         return trace(), lambda: tracing_run(blocks)[0] == digest
 
     step.digest = digest
+    if digest == step.known:
+        return Graph()
     return _graph(digest, own, make)
 
 
@@ -240,3 +245,4 @@ def _versions() -> str:
 
 # Computed at import, because another version may replace the package's files while this one runs.
 VERSIONS = _versions()
+_results = OperationResults(VERSIONS)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import CALLED_KEY
 
 _LIBRARIES = ("aten", "prims", "lightning_piper")
@@ -248,11 +248,9 @@ class _GraphReader:
             return (list if word == "list" else tuple)(map(self._value, rest))
         if (key := str(rest)) not in self._values:
             shape, stride, dtype, device = rest
-            with self._mode:
-                made = torch.empty_strided(
-                    shape, stride, dtype=getattr(torch, dtype), device=self._device(device)
-                )
-            self._values[key] = made
+            self._values[key] = _torch_calls.fake_of(
+                self._mode, shape, stride, 0, getattr(torch, dtype), self._device(device), None
+            )
         return self._values[key]
 
     def _device(self, name: str) -> torch.device:

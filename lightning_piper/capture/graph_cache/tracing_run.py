@@ -24,6 +24,7 @@ from torch.fx import Graph
 
 from lightning_piper.capture.graph_cache.block_replay import FEWEST, Blocks, BlocksDiffer, Template
 from lightning_piper.capture.graph_cache.graph_builder import NotBuildable, NotedBlock, OperationNotes
+from lightning_piper.capture.graph_cache.operation_results import OperationResults
 from lightning_piper.capture.graph_cache.serialization import bytes_of, is_constant, name_of
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import line_in_backward
@@ -65,6 +66,7 @@ def log_operations(
     own: torch.device,
     blocks: Sequence[nn.Module] = (),
     is_known: Callable[[str], bool] = lambda digest: False,
+    results: OperationResults | None = None,
 ) -> tuple[str, Callable[[], Graph | None] | None]:
     """Run a step once, forward and, if gradients are enabled, backward. Return a digest of its operations,
     and a function that makes its graph. The graph is None if the operations do not determine it
@@ -80,6 +82,7 @@ def log_operations(
         own: the device of the trace. The digest does not depend on the index of this device.
         blocks: repeated blocks of the step, whose operations are noted once (`block_replay.py`).
         is_known: whether the graph of a digest is known. In place of a function for a known graph, the result has None.
+        results: the known results of operations. If None, each operation runs.
 
     Raises:
         NotLoggable: the log cannot record the step.
@@ -88,7 +91,9 @@ def log_operations(
         Exception: any error of the step itself.
     """
     joint = torch.is_grad_enabled()
-    notes = _OperationLog(own, step, inputs, joint)
+    # A mode of the user must see each operation.
+    known = None if _torch_calls.has_modes_of_user() else results
+    notes = _OperationLog(own, step, inputs, joint, results=known)
     forward: str | None = None
     gradients: dict[int, torch.Tensor | None] = {}
     repeated: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -99,24 +104,24 @@ def log_operations(
         before = [x.grad for x in step.parameters()]
         with _torch.exporting(), fx_traceback.preserve_node_meta():
             with _torch_calls.watching_nodes(notes.reads_nodes):
-                results = step(*inputs)
+                made = step(*inputs)
             if any(x.grad is not was for x, was in zip(step.parameters(), before, strict=True)):
                 # The step itself has set gradients with a backward pass, which a graph cannot express.
                 notes.leave_graph()
-            notes.say("results", results)
+            notes.say("results", made)
             if joint:
-                forward = notes.forward_digest(results[0])
+                forward = notes.forward_digest(made[0])
                 if forward is not None and is_known(forward):
                     return forward, None
                 trained = [x for x in step.parameters() if x.requires_grad]
-                tangent = notes.goes_back(results)
-                found = torch.autograd.grad(results[0], trained, tangent, allow_unused=True)
+                tangent = notes.goes_back(made)
+                found = torch.autograd.grad(made[0], trained, tangent, allow_unused=True)
                 notes.say("gradients", found)
                 gradients = {id(x): gradient for x, gradient in zip(trained, found, strict=True)}
     if notes.differs:
         raise BlocksDiffer("the step caught the error of a block that differs")
     digest = notes.digest() if forward is None or notes.runs_code_backward else forward
-    return digest, notes.graph(results, gradients)
+    return digest, notes.graph(made, gradients)
 
 
 class _OperationLog(_torch.TorchDispatchMode):
@@ -127,16 +132,18 @@ class _OperationLog(_torch.TorchDispatchMode):
         own, step, inputs: see `log_operations`.
         joint: whether the step has a backward pass.
         is_block: see `OperationNotes`.
+        results: the known results of operations; None if each operation must run.
     """
 
     def __init__(
         self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool,
-        is_block: bool = False,
+        is_block: bool = False, results: OperationResults | None = None,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: OperationNotes | None = None  # None if the operations do not determine the graph
         with contextlib.suppress(NotBuildable):
             self._calls = OperationNotes(step, inputs, joint, is_block)
+        self._results = results
         self._own, self._goes_back, self._count = own, False, 0
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # id of a tensor -> its number
@@ -262,7 +269,7 @@ class _OperationLog(_torch.TorchDispatchMode):
 
     def alone(self, block: nn.Module, inputs: Sequence[torch.Tensor]) -> _OperationLog:
         """Return a new log for the operations of a block alone, with these inputs."""
-        return _OperationLog(self._own, block, inputs, True, is_block=True)
+        return _OperationLog(self._own, block, inputs, True, is_block=True, results=self._results)
 
     def differentiate(
         self, made: torch.Tensor, tensors: Sequence[torch.Tensor]
@@ -371,6 +378,8 @@ class _OperationLog(_torch.TorchDispatchMode):
         Raises:
             LongStepError: the forward pass is too long; see `long_steps_refused`.
         """
+        if (device := _torch_calls.device_asked(function, args)) is not None:
+            return device
         # The C++ code of an autograd.Function calls operations while the modes of `block_replay.py` are active. An error
         # of such a mode in here could end the process.
         with without_torch_function():
@@ -392,7 +401,9 @@ class _OperationLog(_torch.TorchDispatchMode):
             f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}",
             (args, kwargs),
         )
-        made = function(*args, **kwargs)
+        made = (
+            function(*args, **kwargs) if self._results is None else self._results.run(function, args, kwargs)
+        )
         for x in _torch.tree_leaves(made):
             if isinstance(x, torch.Tensor):
                 self._number(x)

@@ -92,6 +92,9 @@ class StateRecorder:
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
         self._classes: set[type] = set()  # classes whose descriptors were visited
+        self._noted: set[tuple[int, str]] = (
+            set()
+        )  # (id of an object, name of an attribute that has its guards)
         # The trace does not run the code of metric objects.
         inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
         for path, part in module.named_modules():
@@ -209,13 +212,15 @@ class StateRecorder:
         if name in _NOT_STATE and (name != "__dict__" or isinstance(owner, nn.Module)):
             return
         found = self.objects.get(id(owner))
-        if found is None or found[0] is not owner:
+        if found is None or found[0] is not owner or (id(owner), name) in self._noted:
             return
         self._active = False
         try:
             self._note(owner, name, f"{found[1]}.{name}")
         finally:
             self._active = True
+        if name != "__dict__":  # which may have more entries at the next read
+            self._noted.add((id(owner), name))
 
     def _seen_variable(self, owner: Any, name: str) -> None:
         """Guard an environment variable that is being read, unless torch, Python's library or Piper reads

@@ -243,15 +243,20 @@ class CapturedStep:
         return [*leaves, *self.reads.inputs.values(self._device)[:known]]
 
     def _trace(
-        self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
+        self,
+        size: int,
+        parts: Mapping[str, int],
+        degrees: tuple[int, ...],
+        fakes: Fakes = fakes_of,
+        known: str | None = None,
     ) -> tuple[TracedGraph, Specs, TracedStep]:
         """Trace the step. Repeat the trace while it finds another Python number that must become an input.
 
         Args:
             size: number of samples.
-            parts: name of a parameter of experts -> number of parts of its first dimension; see `trace`.
+            parts, fakes: see `trace`.
             degrees: see `ir.regions.Step`.
-            fakes: makes the fake tensors of the inputs.
+            known: the digest of an earlier trace; see `TracedStep`.
 
         Returns:
             The traced graph, the specs of its inputs (the batch's tensors, then Python numbers), and the step
@@ -265,6 +270,7 @@ class CapturedStep:
         batch = self._specs(size)
         while True:
             step, numbers = self._step(degrees), self.reads.inputs.specs()
+            step.known = known
             run = partial(trace, step, batch + numbers, self._device, parts, fakes)
             try:
                 with without_drawing():
@@ -323,7 +329,7 @@ class CapturedStep:
         """
         step, size, before, digest = self._first[0]
         with uncollected():
-            traced, _, again = step._trace(size, {}, ())
+            traced, _, again = step._trace(size, {}, (), known=digest)
         if digest is not None and again.digest == digest:
             return
         found = difference(before, text_of(traced))
@@ -516,8 +522,10 @@ class CapturedStep:
             self._first.append((self, size, text_of(traced), step.digest))
         counted = sample_independent_arguments(traced)  # must come before `weigh`, which changes the graph
         other_size = None if self.batch_spec.undivided is not None else partial(self._at_another_size, size)
-        if len(self._graphs) < 2:  # copied, because `weigh` changes the graph
-            self._graphs[size] = copy_graph(traced.graph), specs[len(self.batch_spec.specs) :]
+        if len(self._graphs) < 2:  # another graph, because `weigh` changes `traced`
+            numbers = specs[len(self.batch_spec.specs) :]
+            graph = copy_graph(traced.graph) if degrees else self._latest[size, numbers][0].graph
+            self._graphs[size] = graph, numbers
         weighed = weigh(traced, size, self.canonical, other_size)
         if self.chunk is not None and not chunk_losses(weighed.graph, self.chunk) and weighed.tangents:
             raise CaptureError(

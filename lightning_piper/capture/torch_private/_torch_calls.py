@@ -16,6 +16,10 @@ Each entry states the behavior that the package relies on.
   entered last, or None.
 - `enable_python_dispatcher`: composite operations are decomposed as in a trace.
 - `FakeTensor(mode, tensor, device)`: a fake tensor with the spec of a tensor of the meta device, without dispatch.
+  Its `device` is the result of `prim.device`, which C++ code calls about twice for each operation.
+- `torch._C._DisableTorchDispatch`: within it, modes for operations are not active.
+- `torch.library._impls`: the kernels that Python code has registered, such as "aten/add.Tensor/Meta".
+- `torch._C._dispatch_key_set`: the keys that decide which kernels run for a tensor.
 - `_get_current_dispatch_mode_stack`, `_get_current_function_mode_stack`: the active modes.
 - A fake tensor has the attributes of each new fake tensor. A fake parameter also has `_is_param`.
 - `torch._C.DisableTorchFunction`: within it, modes for functions of torch are not active.
@@ -53,26 +57,36 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "FakeSpec",
     "advance_sequence",
+    "are_alike",
     "as_traced",
     "backward_alone",
     "backward_nodes",
     "backward_text",
+    "device_asked",
+    "fake_like",
+    "fake_of",
+    "follows_from_specs",
     "global_state",
     "has_attributes_of_user",
     "has_modes_of_user",
+    "has_spec_only",
     "is_of_torch",
     "is_taken_apart",
     "last_sequence",
     "merges_gradients",
+    "mode_of",
     "number_backward",
     "only_asks",
+    "registered_kernels",
     "runs_python_backward",
     "sequence_now",
     "specs_of",
     "watching_nodes",
 ]
 
-_ASKING = frozenset({*FunctionalTensor.metadata_fns, torch.ops.prim.device.default})
+_without_modes: Any = torch._C._DisableTorchDispatch
+_DEVICE = torch.ops.prim.device.default
+_ASKING = frozenset({*FunctionalTensor.metadata_fns, _DEVICE})
 
 
 @contextlib.contextmanager
@@ -91,6 +105,11 @@ def hooks_of_saved_tensors() -> tuple[Any, Any] | None:
 def only_asks(function: Any) -> bool:
     """Return whether an operation only reads properties of a tensor."""
     return function in _ASKING
+
+
+def device_asked(function: Any, args: Sequence[Any]) -> torch.device | None:
+    """Return the result of an operation that only asks for the device of a fake tensor; None for other operations."""
+    return args[0].device if function is _DEVICE and isinstance(args[0], FakeTensor) else None
 
 
 def sequence_now() -> int:
@@ -309,3 +328,87 @@ class FakeSpec:
     def fake(self) -> torch.Tensor:
         """Return a new fake tensor of this spec, without an operation."""
         return FakeTensor(self.mode, self.empty, self.device)
+
+
+def mode_of(args: Sequence[Any]) -> FakeTensorMode | None:
+    """Return the mode of the first argument if it is a fake tensor, or else of the first tensor in it. Return None
+    without such a tensor, or if new tensors would be inference tensors."""
+    first = next(iter(args), None)
+    first = first[0] if type(first) in (list, tuple) and first else first
+    return first.fake_mode if type(first) is FakeTensor and not torch.is_inference_mode_enabled() else None
+
+
+def has_spec_only(x: torch.Tensor, mode: FakeTensorMode) -> bool:
+    """Return whether a tensor is a strided fake tensor of this mode whose values are not known."""
+    return (
+        type(x) is FakeTensor
+        and x.fake_mode is mode
+        and mode.shape_env is None
+        and x.constant is None
+        and x.layout is torch.strided
+        and not x.is_conj()
+        and not x.is_neg()
+        and not x.is_quantized
+        and not x.is_inference()
+    )
+
+
+@cache
+def follows_from_specs(function: Any) -> bool:
+    """Return whether an operation is one of torch's that changes nothing, and whose result has a spec that follows from
+    the specs of its arguments. The spec of a convolution also depends on the machine."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+    return (
+        isinstance(function, torch._ops.OpOverload)
+        and function.namespace == "aten"
+        and not function._schema.is_mutable
+        and not any(tag in function.tags for tag in tags)
+        and not _is_made_of_others(function)
+        and not function.name().startswith("aten::lift")
+        and "conv" not in function.name()
+    )
+
+
+def registered_kernels() -> str:
+    """Return the names of the kernels of torch's operations that Python code has registered."""
+    return " ".join(sorted(x for x in torch.library._impls if x.startswith("aten/")))
+
+
+def fake_of(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    whole: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return a new fake tensor of this spec, without an operation: a view of the memory of `whole`, or a new tensor."""
+    with _without_modes():
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if whole is not None:
+            empty.set_(whole.untyped_storage(), offset, shape, stride)
+    return FakeTensor(mode, empty, device)
+
+
+def are_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have equal specs, memory of the same size, and the same keys for dispatch."""
+    keys: Any = torch._C._dispatch_key_set
+    return (
+        specs_of([x])[0][1:] == specs_of([other])[0][1:]
+        and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        and keys(x) == keys(other)
+    )
+
+
+def fake_like(
+    x: torch.Tensor, shape: Sequence[int], mode: FakeTensorMode, device: torch.device
+) -> torch.Tensor:
+    """Return a new fake tensor with this shape, and otherwise like `x`, without an operation: a parameter if `x` is
+    one. Call it while no mode is active."""
+    is_param = isinstance(x, torch.nn.Parameter)
+    empty = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device="meta")
+    made = FakeTensor(mode, empty.requires_grad_(is_param and x.requires_grad), device)
+    if is_param:
+        cast(Any, made)._is_param = True
+    return made

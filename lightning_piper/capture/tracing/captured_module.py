@@ -17,6 +17,7 @@ from lightning_piper.capture.proxies.proxy_classes import STANDS_FOR
 from lightning_piper.capture.python_state.state_protection import changes
 from lightning_piper.capture.python_state.state_recorder import is_library
 from lightning_piper.capture.python_state.trainer_proxy import ObjectReads
+from lightning_piper.capture.torch_private._torch_calls import fake_like
 
 if TYPE_CHECKING:
     from lightning_piper.capture.tracing.step_trace import TracedStep
@@ -140,13 +141,7 @@ def without_data(
         shape = list(tensor.shape)
         if id(tensor) in divided:
             shape[0] //= divided[id(tensor)]
-        with mode:
-            data = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        made = (
-            nn.Parameter(data, requires_grad=tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter)
-            else data
-        )
+        made = fake_like(tensor, shape, mode, device)
         vars(made).update(own_attributes(tensor))
         return made
 

@@ -157,8 +157,9 @@ def trace(
         except Exception as error:
             _refuse_metric(step, error)
             _refuse(step, specs, error)
-    settle_dtypes(graph)
-    join_batch(graph)
+    if step.known is None or step.digest != step.known:
+        settle_dtypes(graph)
+        join_batch(graph)
     return TracedGraph(graph, step.plain, tuple(step.logs), step.metrics.made)
 
 
@@ -225,6 +226,8 @@ class TracedStep(nn.Module):
         logs: The `self.log` calls of the last call of the step, without logs of metric objects.
         metrics: The calls and logs of metric objects in the last call of the step.
         digest: Identifies the operations of the last trace, and so its graph. None if they could not be recorded.
+        known: The digest of an earlier trace. A trace with this digest has an empty graph, because the caller needs only
+            the digest.
     """
 
     name = "training_step"
@@ -253,6 +256,7 @@ class TracedStep(nn.Module):
         self._runs = False  # whether the step's method is running, not its backward pass
         self.metrics = MetricRecorder(module, self.name)
         self.digest: str | None = None
+        self.known: str | None = None
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the loss, the logged tensors and the arguments of metric objects. `plain` describes them."""
