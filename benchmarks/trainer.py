@@ -1,7 +1,9 @@
 """Compares the seconds of a step under PiperStrategy and under Lightning's DDPStrategy, with replicas on two
 processes.
 
-Fits of both strategies take turns in the same processes.
+Fits of both strategies take turns in the same processes, on all cores (free) and with one core for each process
+(pinned). Two free processes may share a core: the kernel may put a process that wakes up where the process that wakes
+it runs. The processor time of a step also counts on a busy machine.
 
 | kind | what it is | peer |
 |---|---|---|
@@ -21,13 +23,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 from _gpt import Config, Module, batch
@@ -161,10 +163,10 @@ KINDS: dict[str, tuple[type[L.LightningModule], Data]] = {
 
 class Clock(L.Callback):
     def __init__(self) -> None:
-        self.seen: list[float] = []
+        self.seen: list[tuple[float, float]] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.seen.append(time.perf_counter())
+        self.seen.append((time.perf_counter(), time.process_time()))
 
 
 def loader(make: Data, steps: int) -> DataLoader[Any]:
@@ -172,8 +174,14 @@ def loader(make: Data, steps: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*make(32 * steps)), batch_size=16)
 
 
-def fit(kind: str, peer: bool, steps: int) -> float:
-    """Return the median seconds of a step, without the first steps."""
+def pin(cores: Collection[int]) -> None:
+    """Let all threads of this process run on these cores only."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def fit(kind: str, peer: bool, steps: int) -> tuple[float, float]:
+    """Return the median milliseconds of a step, without the first steps, and the median of its processor time."""
     torch.manual_seed(0)
     module, make = KINDS[kind]
     made = module(divided=True) if peer and kind in ZERO else module()
@@ -190,8 +198,8 @@ def fit(kind: str, peer: bool, steps: int) -> float:
         enable_model_summary=False,
         plugins=[Environment()],
     ).fit(made, loader(make, steps))
-    times = [b - a for a, b in zip(clock.seen, clock.seen[1:], strict=False)]
-    return statistics.median(times[5:])
+    wall, processor = (1e3 * np.diff(clock.seen, axis=0))[5:].T
+    return float(np.median(wall)), float(np.median(processor))
 
 
 class Environment(LightningEnvironment):
@@ -234,13 +242,22 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     (kind,) = kinds
-    pairs = [(fit(kind, False, given.steps), fit(kind, True, given.steps)) for _ in range(given.rounds)]
-    if os.environ["RANK"] == "0":
-        own, other = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
-        ratios = sorted(a / b for a, b in pairs)
+    cores = sorted(os.sched_getaffinity(0))
+    modes = {"free": cores, "pinned": [cores[int(os.environ["RANK"]) % len(cores)]]}
+    found: dict[str, list[list[tuple[float, float]]]] = {mode: [] for mode in modes}
+    for _ in range(given.rounds):
+        for mode, own in modes.items():
+            pin(own)
+            found[mode].append([fit(kind, peer, given.steps) for peer in (False, True)])
+    for mode, rounds in found.items() if os.environ["RANK"] == "0" else ():
+        times = np.array(rounds)  # round, system, wall or processor time
+        (own, own_processor), (peer, peer_processor) = np.median(times, axis=0)
+        spread = np.quantile(times[..., 0], 0.9, axis=0) / (own, peer)
+        low, middle, high = np.quantile(times[:, 0, 0] / times[:, 1, 0], (0, 0.5, 1))
         print(
-            f"{kind:13} PiperStrategy {own:.2f} ms, peer {other:.2f} ms; ratio of medians {own / other:.3f}, "
-            f"median of ratios {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            f"{kind:13} {mode:7} ratio {middle:.3f} ({low:.3f} to {high:.3f}): PiperStrategy {own:.2f} ms, p90 "
+            f"{spread[0]:.2f} of it, processor {own_processor:.2f} ms; peer {peer:.2f} ms, p90 {spread[1]:.2f} of it, "
+            f"processor {peer_processor:.2f} ms",
             flush=True,
         )
 

@@ -34,26 +34,29 @@ def _one(device: torch.device) -> torch.Tensor:
     return torch.ones(1, device=device)
 
 
-@torch.no_grad()
 def any_nonfinite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return a float32 tensor of one element on `device`, which is not 0 if an element of the tensors is NaN
     or infinite. On a CPU it may also be not 0 because a sum of large elements overflows.
 
     The host does not wait for the result. The tensors keep their bits.
     """
-    found, host = torch.zeros(1, device=device), device.type == "cpu"
-    checked = []
-    for x in tensors:
-        if not host or x.numel() < LARGE or x.dtype.is_complex:
-            checked.append(x)
-        elif not math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()):
-            found.fill_(1.0)
-    if checked:
-        try:
-            torch._amp_foreach_non_finite_check_and_unscale_(checked, found, _one(device))
-        except (RuntimeError, NotImplementedError):
-            # different dtypes or devices, complex numbers, expanded gradients, and classes of their own
-            found = (
-                torch.stack([~x.isfinite().all().to(device) for x in checked]).any().float().maximum(found)
-            )
+    with torch.no_grad():
+        found, host = torch.zeros(1, device=device), device.type == "cpu"
+        checked = []
+        for x in tensors:
+            if not host or x.numel() < LARGE or x.dtype.is_complex:
+                checked.append(x)
+            elif not math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()):
+                found.fill_(1.0)
+        if checked:
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(checked, found, _one(device))
+            except (RuntimeError, NotImplementedError):
+                # different dtypes or devices, complex numbers, expanded gradients, and classes of their own
+                found = (
+                    torch.stack([~x.isfinite().all().to(device) for x in checked])
+                    .any()
+                    .float()
+                    .maximum(found)
+                )
     return found

@@ -240,7 +240,7 @@ class Bucket:
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return views of the tensors in `flat`, with the strides of their specs."""
         first = flat.storage_offset()
-        return tuple(flat.as_strided(shape, stride, first + start) for shape, stride, start in self._layout)
+        return tuple([flat.as_strided(shape, stride, first + start) for shape, stride, start in self._layout])
 
     @cached_property
     def _layout(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:

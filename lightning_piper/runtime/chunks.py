@@ -274,7 +274,7 @@ class ChunkBinder:
         slots = self._slots
         for (leaf, samples), slot in self._leaves.items():
             x = leaves[leaf]
-            if samples is not None:
+            if samples is not None and len(samples) < x.shape[0]:
                 x = x.narrow(0, samples.start, len(samples))
             slots[slot] = (x.contiguous(),)  # the code was captured with contiguous inputs
         if scale != self._scale:

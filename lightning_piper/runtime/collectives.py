@@ -93,8 +93,10 @@ class Members:
             kind = DividedSum if self.wait_alike and x.nbytes > PIECE else SharedSum
             shared = kind(self.messages, self.ranks, self.own, x)
             return shared, shared.total
-        few = x.nbytes * (len(self.ranks) - 1) <= FEW
-        return _Sum(self, x) if few and not self.native else self.group.allreduce([x]), x
+        if x.nbytes * (len(self.ranks) - 1) > FEW or self.native:
+            return self.group.allreduce([x]), x
+        work = _Sum(self, x)
+        return work, work.total
 
     def without_memory(self) -> Members:
         """Return the same members, with messages through the backend only and not through shared memory."""
@@ -113,21 +115,21 @@ class Members:
 class _Sum:
     """The work of an all-reduce of few bytes. It receives the whole tensor of each member, and adds the
     tensors in the members' order.
+
+    Attributes:
+        total: The tensor that holds the sum after `wait`: the tensor of the first member.
     """
 
     def __init__(self, members: Members, x: torch.Tensor) -> None:
-        self._x, self._own = x, members.own
-        self._parts = [x if i == members.own else torch.empty_like(x) for i in range(len(members.ranks))]
-        self._works = members.exchange([x] * len(self._parts), self._parts)
+        parts = [x if i == members.own else torch.empty_like(x) for i in range(len(members.ranks))]
+        self.total, *self._others = parts
+        self._works = members.exchange([x] * len(parts), parts)
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        total, *others = self._parts
-        for part in others:
-            total.add_(part)
-        if self._own != 0:
-            self._x.copy_(total)
+        for part in self._others:
+            self.total.add_(part)
 
 
 def bind_collective(

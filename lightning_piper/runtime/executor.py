@@ -315,7 +315,7 @@ class Executor:
                 "Pass a batch of the same structure, or compile for this batch [PIPER-X004]"
             )
         for i, (x, spec) in enumerate(zip(leaves, self._specs, strict=True)):
-            if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+            if x.shape != spec.shape or x.dtype != spec.dtype:
                 found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
                 raise ExecutionError(
                     f"tensor {i} of the batch is {found}, but the step was captured with {spec}. Pass a "
@@ -363,15 +363,14 @@ class Executor:
         """Finish a step for which `advance` has returned True: copy the new values into the module's buffers,
         and return the results."""
         grads, metrics, results = self._step_outputs.empty()
-        with torch.no_grad():
-            early = self._binding.early_updates
-            self._streams.end(
-                [*grads.values(), metrics, *results.values()], () if early is None else early.made()
-            )
-            # Reading the loss on an accelerator would make the host wait.
-            reads = self._chunks.makes_loss and self._step_outputs.changes_buffers
-            lost = reads and self._device.type == "cpu" and not math.isfinite(metrics[0].item())
-            self._step_outputs.commit(keep=lost)
+        early = self._binding.early_updates
+        self._streams.end(
+            [*grads.values(), metrics, *results.values()], () if early is None else early.made()
+        )
+        # Reading the loss on an accelerator would make the host wait.
+        reads = self._chunks.makes_loss and self._step_outputs.changes_buffers
+        lost = reads and self._device.type == "cpu" and not math.isfinite(metrics[0].item())
+        self._step_outputs.commit(keep=lost)
         self._chunks.end()
         if self.graphs is not None:
             with torch.no_grad():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from lightning_piper.ir.buckets import Bucket
@@ -67,11 +68,17 @@ class Piggyback:
             for each in plan.instructions
             if isinstance(each, AllReduceInstruction | WaitWork) and each.node != metrics_sum.node
         ]
-        self._bucket, self._reported = gradients_sum.bucket, metrics_sum.tensors[0].numel
-        # The bits of the metrics, and then a digest for each replica.
-        self._message = torch.zeros(self._reported + plan.replicas, dtype=torch.int64)
-        self._digest = self._message[self._reported + plan.replica]
-        self._bytes = self._message.view(torch.uint8)
+        self._bucket, self._numel = gradients_sum.bucket, gradients_sum.bucket.numel
+        reported = metrics_sum.tensors[0].numel
+        # The metrics, and then the bits of a digest for each replica.
+        message = torch.zeros(reported + plan.replicas, dtype=torch.float64)
+        self._reported, self._digests = reported, message[reported:].view(torch.int64).numpy()
+        self._metrics, self._bytes, self._replica = (
+            message[:reported],
+            message.view(torch.uint8),
+            plan.replica,
+        )
+        self._room = self._numel + message.nbytes  # elements of the message of the gradients
         self._received: Bundle = ()  # the summed metrics of this step
         self._on = False  # whether this step sums gradients, so that their message carries the metrics
         self.agreed = True
@@ -84,7 +91,7 @@ class Piggyback:
             on: Whether the step sums gradients over processes. If not, it exchanges no digests.
         """
         self._on, self.agreed = on, True
-        self._digest.fill_(digest)
+        self._digests[self._replica] = digest
 
     def bind_metrics(self, exchange: Exchange, into: int, slots: Slots, own: Bound) -> Start:
         """Return the function that starts the sum of the metrics. In a step that sums gradients, it copies
@@ -96,7 +103,7 @@ class Piggyback:
                 own()
                 return
             (vector,) = exchange.bring()
-            self._message[: self._reported] = vector.view(torch.int64)
+            self._metrics.copy_(vector)
             slots[into] = ([], ())
 
         return start
@@ -110,14 +117,15 @@ class Piggyback:
         """Return the function that starts the sum of the message: the bucket of gradients, the metrics and
         the digests."""
 
+        numel, room = self._numel, self._room
+
         def start() -> None:
             (flat,) = exchange.bring()
-            numel = self.room(self._bucket)
-            if flat.untyped_storage().nbytes() >= numel * flat.itemsize:
-                message = flat.as_strided((numel,), (1,))
+            if flat.untyped_storage().nbytes() >= room * flat.itemsize:
+                message = flat.as_strided((room,), (1,))
             else:
-                message = torch.cat([flat, flat.new_empty(numel - len(flat))])
-            message[len(flat) :] = self._bytes
+                message = torch.cat([flat, flat.new_empty(room - numel)])
+            message[numel:] = self._bytes
             work, total = members.add_up(message)
             slots[into] = ([work], (total,))
 
@@ -125,18 +133,17 @@ class Piggyback:
 
     def room(self, bucket: Bucket) -> int:
         """Return how many elements a flat tensor of this bucket needs with its part of the message."""
-        return bucket.numel + (len(self._bytes) if bucket == self._bucket else 0)
+        return self._room if bucket == self._bucket else bucket.numel
 
     def finish_gradients(self, values: Bundle) -> Bundle:
         """Return the summed gradients, a view of the summed message. Also store the message's metrics for
         `finish_metrics`, and set `agreed`."""
         (message,) = values
-        numel = self._bucket.numel
-        found = message[numel:].to(torch.uint8).view(torch.int64)
-        digests = found[self._reported :].tolist()
-        self.agreed = digests.count(digests[0]) == len(digests)
-        self._received = (found[: self._reported].view(torch.float64),)
-        return (message[:numel],)
+        found = message[self._numel :].to(torch.uint8).view(torch.float64)
+        digests = found.numpy()[self._reported :].view(np.int64)
+        self.agreed = bool((digests == digests[0]).all())
+        self._received = (found[: self._reported],)
+        return (message[: self._numel],)
 
     def vote_abort(self, members_of: Callable[[Collective], Members]) -> None:
         """Take part, with zeros, in the sums of a step that this process cannot run but other processes may

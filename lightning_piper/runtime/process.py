@@ -28,7 +28,7 @@ from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.piggyback import Piggyback, only_sums, piggyback_of
 from lightning_piper.runtime.same_machine.shared_blocks import shared_blocks
-from lightning_piper.runtime.same_machine.shared_memory import SharedMessages, messages_of
+from lightning_piper.runtime.same_machine.shared_memory import DIRECT, SharedMessages, messages_of
 from lightning_piper.runtime.wire import packer, unpacker
 
 
@@ -168,19 +168,21 @@ class ProcessTransport:
             self._all = self.members(key)
         return self._all
 
-    def any(self, flag: bool) -> bool:
-        """Return whether any device's process passes True, between two steps. Waits for all of them. Collective.
+    def from_first(self, flag: bool) -> bool:
+        """Return the flag that the first rank passes, between two steps. Collective.
 
         Raises:
             ExecutionError: The exchange failed.
         """
         try:
-            messages = self._between_steps().messages
-            if isinstance(messages, SharedMessages):
-                return messages.any(flag)
+            members = self._between_steps()
+            if isinstance(members.messages, SharedMessages):
+                return members.messages.from_first(flag)
+            told = torch.tensor([int(flag)])
+            dist.broadcast(told, group=members.group, group_src=0)
         except RuntimeError as error:
             raise self._failed(error) from error
-        return bool(self.sum(torch.tensor([int(flag)])))
+        return bool(told)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small tensor over all devices, between two steps. The sum may use the
@@ -347,7 +349,11 @@ class ProcessEndpoint:
             self._summed += instruction.nbytes
             if self._summed > MOST:
                 members = members.without_memory() if exchange.kind == "all_reduce" else members
-            elif bucket is not None and isinstance(members.messages, SharedMessages):
+            elif (
+                bucket is not None
+                and isinstance(members.messages, SharedMessages)
+                and instruction.nbytes > DIRECT
+            ):
                 self._read_in_place.add(bucket)
         self._members[instruction.node] = members
         return members

@@ -95,21 +95,20 @@ class StepOutputs:
             for name, start, stop, at in ([] if shard is None else bucket.local_shards(shard))
             if name in own
         ]
+        converted = frozenset(name for name, spec in specs.items() if spec.dtype != bucket.dtype)
 
         def deliver() -> None:
             (flat,) = taken()
             if copy:
                 flat = flat.clone()
+            found = [(name, flat[start:stop]) for name, start, stop in ranges]
             if shard is None:
-                found = (
-                    (name, x) for name, x in zip(bucket.names, bucket.views(flat), strict=True) if name in own
-                )
-            else:
-                found = ((name, flat[start:stop]) for name, start, stop in ranges)
-            if shard is not None and bucket.whole_tensors:
-                found = ((name, view_as(x, specs[name])) for name, x in found)
+                views = zip(bucket.names, bucket.views(flat), strict=True)
+                found = [(name, x) for name, x in views if name in own]
+            elif bucket.whole_tensors:
+                found = [(name, view_as(x, specs[name])) for name, x in found]
             for name, x in found:
-                self.grads[name] = x.to(specs[name].dtype)
+                self.grads[name] = x.to(specs[name].dtype) if name in converted else x
 
         return deliver
 
@@ -148,13 +147,14 @@ class StepOutputs:
         """Copy the new values into the module's buffers. With `keep`, `restore` can put back the old values."""
         if not self._changed:
             return
-        targets = {name: self._module_buffers[name] for name in self._changed}
-        self._before = {name: x.clone() for name, x in targets.items()} if keep else {}
-        memory = {memory_of(x) for x in targets.values()}
-        # A new value may share memory with another buffer, so copy such values before overwriting any buffer.
-        values = {name: x.clone() if memory_of(x) in memory else x for name, x in self._changed.items()}
-        for name, target in targets.items():
-            target.copy_(values[name])
+        with torch.no_grad():
+            targets = {name: self._module_buffers[name] for name in self._changed}
+            self._before = {name: x.clone() for name, x in targets.items()} if keep else {}
+            memory = {memory_of(x) for x in targets.values()}
+            # A new value may share memory with another buffer, so copy such values before overwriting any buffer.
+            values = {name: x.clone() if memory_of(x) in memory else x for name, x in self._changed.items()}
+            for name, target in targets.items():
+                target.copy_(values[name])
         self._changed = {}
 
     def restore(self) -> None:

@@ -124,9 +124,12 @@ class Replay:
             name: tuple(first + rank for first in firsts or (0,) for rank in ranks)
             for name, ranks in owners_of(compiled.dag).items()
         }
-        # For each log call: its name, a function that returns its value, the keywords for `self.log`, and a factor of
-        # the keyword `batch_size`.
-        self._calls: list[tuple[str, Callable[[StepResult], Any], dict[str, Any], int]] = []
+        # For each log call: its name, a function that returns its value, the keywords for `self.log`, and the keywords
+        # that are numbers of the capture, each with a factor.
+        self._calls: list[
+            tuple[str, Callable[[StepResult], Any], dict[str, Any], dict[str, tuple[NumberProxy, int]]]
+        ] = []
+        self._repeats = bool(logs or compiled.dag.code.metrics.events)
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if compiled.dag.code.metrics.events:
             self._context = compiled.step.context
@@ -141,7 +144,12 @@ class Replay:
                 kwargs["sync_dist"] = _sync_dist(log.kwargs, compiled.step.name)
             parts = [slices[names.index(name, first_log(compiled.dag.code))] for name in log.outputs]
             factor = compiled.dag.replicas if log.name in alike else 1
-            self._calls.append((log.name, _value(log, parts, kept, wide), kwargs, factor))
+            numbers = {key: (x, 1) for key, x in kwargs.items() if type(x) is NumberProxy}
+            if "batch_size" in numbers:
+                numbers["batch_size"] = kwargs["batch_size"], factor
+            else:
+                kwargs["batch_size"] *= factor
+            self._calls.append((log.name, _value(log, parts, kept, wide), kwargs, numbers))
             if log.constant is not None:
                 self._context = compiled.step.context
 
@@ -152,17 +160,20 @@ class Replay:
             result: The result of the step.
             given: The values for this process's batch; receives the results of the metric objects.
         """
+        if not self._repeats:
+            return
         log = library_method(type(module), "log")
         # The events at this process's batch size, because constant arguments (`weight=len(y)`) may depend on
         # the size.
         events = list(self._step.at(given.batch_spec.size).metrics.events)
         self._objects.claim(module, self._owners)
         with self._context():  # Numbers become tensors of the precision's default dtype.
-            for i, (name, value, kwargs, factor) in enumerate(self._calls):
+            for i, (name, value, kwargs, numbers) in enumerate(self._calls):
                 while events and events[0].after <= i:
                     self._repeat(module, events.pop(0), result, given)
-                now = {key: _current(x) for key, x in kwargs.items()}
-                log(module, name, value(result), **now | {"batch_size": now["batch_size"] * factor})
+                for key, (number, factor) in numbers.items():
+                    kwargs[key] = number.get() * factor
+                log(module, name, value(result), **kwargs)
             for event in events:
                 self._repeat(module, event, result, given)
 

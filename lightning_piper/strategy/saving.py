@@ -47,7 +47,7 @@ from lightning_piper.strategy.checkpoints import (
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluation import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
-from lightning_piper.strategy.loading.other_optimizer import naming_optimizers
+from lightning_piper.strategy.loading.other_optimizer import NamingOptimizers
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Starting
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.spares import _lightning as spares
@@ -114,7 +114,7 @@ class SavingStrategy(EvaluatingStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states. Before the first batch, this may wait for it: see `Starting.load`."""
-        with naming_optimizers(self.optimizers):
+        with NamingOptimizers(self.optimizers):
             self._load_optimizers(checkpoint["optimizer_states"])
 
     def _load_optimizers(self, states: Sequence[State]) -> None:

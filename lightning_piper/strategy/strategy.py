@@ -50,7 +50,7 @@ from lightning_piper.strategy.checks import (
 )
 from lightning_piper.strategy.fit import Fit
 from lightning_piper.strategy.guard import NanGuard
-from lightning_piper.strategy.loading.other_optimizer import naming_optimizers
+from lightning_piper.strategy.loading.other_optimizer import NamingOptimizers
 from lightning_piper.strategy.loading.skipped_epochs import check_skips, returns_only_none
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
@@ -348,7 +348,7 @@ class PiperStrategy(SavingStrategy):
     ) -> Any:
         """Measure a searched program's first optimizer steps, to report a wrong prediction. Under local SGD,
         exchange parameters after the step if they are due."""
-        with self._times or contextlib.nullcontext(), naming_optimizers([optimizer]):
+        with self._times or contextlib.nullcontext(), NamingOptimizers([optimizer]):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(self.phase, Fitting) and self.phase.rounds is not None:
             assert self.lightning_module is not None
@@ -387,7 +387,7 @@ class PiperStrategy(SavingStrategy):
         rounds = self._rounds(fit)
         self.phase = Fitting(fit, start, rounds=rounds)
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
-            with naming_optimizers(self.optimizers):
+            with NamingOptimizers(self.optimizers):
                 self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _lightning.move_optimizers(self.optimizers, self.root_device)
         fit.record(self._profile)

@@ -96,6 +96,18 @@ def test_what_is_left_is_written_while_another_message_is_waited_for() -> None:
         end.close()
 
 
+@pytest.mark.parametrize("size", [3 * MOST, 8 * MOST])
+def test_the_rest_of_a_message_follows_when_the_pipe_has_room(pair: Pair, size: int) -> None:
+    """A pipe holds four of the largest messages, so the longer one does not fit."""
+    outbox, inbox = pair
+    sent = torch.randint(256, (size,), dtype=torch.uint8)
+    room = torch.empty_like(sent)
+    left = outbox.send(sent)
+    assert bool(left) == (size > 4 * MOST)
+    inbox.receive(room).wait()
+    assert torch.equal(room, sent) and not pipes._full
+
+
 def test_a_process_that_is_gone_is_named() -> None:
     outbox, inbox = connected()
     outbox.send(torch.ones(2))

@@ -156,24 +156,15 @@ class BatchSpec:
         Return None if the spec does not describe the batch, or if only `flatten` can decide. This is the fast
         path for flat lists, tuples and dicts that hold only plain tensors.
         """
-        skeleton, given = self.skeleton, batch
-        if (
-            type(batch) is not type(skeleton)
-            or type(batch) not in (list, tuple, dict)
-            or len(batch) != len(self.specs)
-        ):
+        if not self._is_flat or type(batch) is not type(self.skeleton) or len(batch) != len(self.specs):
             return None
+        given = batch
         if type(batch) is dict:
-            if list(batch) != list(skeleton):
+            if list(batch) != list(self.skeleton):
                 return None
-            skeleton, given = skeleton.values(), batch.values()
-        for i, (leaf, x, spec) in enumerate(zip(skeleton, given, self.specs, strict=True)):
-            if (
-                leaf != _TensorPosition(i)
-                or type(x) is not torch.Tensor
-                or x.layout is not torch.strided
-                or x.is_nested
-            ):
+            given = batch.values()
+        for x, spec in zip(given, self.specs, strict=True):
+            if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
                 return None
             if (
                 x.shape != spec.shape
@@ -183,6 +174,14 @@ class BatchSpec:
             ):
                 return None
         return list(given)
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether the batch is a list, tuple or dict that holds only plain tensors."""
+        if type(self.skeleton) not in (list, tuple, dict):
+            return False
+        items = self.skeleton.values() if type(self.skeleton) is dict else self.skeleton
+        return list(items) == [_TensorPosition(i) for i in range(len(self.specs))]
 
     @cached_property
     def key(self) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ import torch
 
 from lightning_piper.runtime.same_machine.forks import in_forks
 
-MOST = 2**12  # maximum bytes of a message; Linux writes this many atomically
+MOST = 2**14  # maximum bytes of a message; a pipe holds a few of them
 
 # Outboxes with unwritten messages. The set is weak, so that it does not keep an outbox alive that nobody
 # uses.
@@ -106,12 +106,15 @@ class Outbox(_End):
 
     def send_bytes(self, message: memoryview) -> list[Outbox]:
         """Send bytes like `send`."""
-        self.write()
-        if self._unsent or not self._written(message):
-            self._unsent.append(bytes(message))
-            _full.add(self)
-            return [self]
-        return []
+        if self._unsent:
+            self.write()
+        if not self._unsent:
+            message = message[self._written(message) :]
+            if not message:
+                return []
+        self._unsent.append(bytes(message))
+        _full.add(self)
+        return [self]
 
     def wait(self) -> None:
         """Wait until all messages are written.
@@ -129,23 +132,27 @@ class Outbox(_End):
         Raises:
             RuntimeError: The process at the other end is gone.
         """
-        while self._unsent and self._written(self._unsent[0]):
+        while self._unsent:
+            message = self._unsent[0]
+            count = self._written(message)
+            if count < len(message):
+                self._unsent[0] = message[count:]
+                return
             self._unsent.popleft()
-        if not self._unsent:
-            _full.discard(self)
+        _full.discard(self)
 
     def close(self) -> None:
         _full.discard(self)
         super().close()
 
-    def _written(self, message: bytes | memoryview) -> bool:
+    def _written(self, message: bytes | memoryview) -> int:
+        """Write what fits into the pipe now. Return the number of written bytes."""
         try:
-            os.write(self.file, message)
+            return os.write(self.file, message)
         except BlockingIOError:
-            return False
+            return 0
         except BrokenPipeError:
             raise self._gone() from None
-        return True
 
 
 class Expected:

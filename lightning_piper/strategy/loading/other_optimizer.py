@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
@@ -16,19 +15,25 @@ from lightning_piper.errors import PiperError
 _BESIDE = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 
-@contextlib.contextmanager
-def naming_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Within this context, an error of an optimizer that has loaded the state of another optimizer names both
+class NamingOptimizers:
+    """A context in which an error of an optimizer that has loaded the state of another optimizer names both
     optimizers. Plain torch raises a KeyError or a TypeError, either while it loads the state or in the next step.
 
     Raises:
         PiperError: The code of an optimizer has raised such an error, and its parameter groups do not have its options.
         Exception: Any other error of the code in this context.
     """
-    try:
-        yield
-    except (KeyError, TypeError) as error:
-        for optimizer in optimizers:
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, KeyError | TypeError):
+            return
+        for optimizer in self._optimizers:
             own = optimizer.optimizer if is_a(optimizer, LightningOptimizer) else optimizer
             others = _options_of_another(own, error)
             if others is not None and _raised_in(own, error):
@@ -44,7 +49,6 @@ def naming_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
                     f"{type(own).__name__} {lacks}, because {saved} has saved this state. Resume with the optimizer that "
                     "saved the checkpoint [PIPER-K003]"
                 ) from error
-        raise
 
 
 def _raised_in(optimizer: Optimizer, error: Exception) -> bool:
