@@ -67,7 +67,7 @@ def with_spares(count: int, seed: int) -> int:
             if kind not in wanted:
                 wanted[kind] = series.undisturbed(Path(folder, "undisturbed", kind), kind, size)
             began = time.monotonic()
-            losses = series.draw(size, 5, chance)
+            losses = series.draw(kind, size, 5, chance)
             lost, wrong = series.suffer(Path(folder, str(i)), kind, size, losses, wanted[kind])
             all_lost, all_wrong = all_lost + lost, all_wrong + bool(wrong)
             taken = time.monotonic() - began

@@ -262,7 +262,7 @@ class BatchCheck:
         Raises:
             PiperError: As `finish` does, in either comparison.
         """
-        if self._world.size == 1:
+        if self._world.size == 1 or self._world.is_sole:
             return Agreed(plans is None)
         self.finish()
         self._changed = self._batch_spec is None or batch_spec.key != self._batch_spec.key

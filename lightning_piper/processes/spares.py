@@ -63,6 +63,7 @@ class Spares:
         self.generation, self.left = 0, count
         self._host, self._is_rank_zero, self._timeout = host, is_rank_zero, timeout
         self._first = 0  # index of the first spare that waits
+        self._prepares = False  # whether spares may prepare themselves
         self.waiting: list[Popen[Any]] = []
         self.files = [(os.memfd_create(_FILES), os.memfd_create(_FILES)) for _ in range(size * is_rank_zero)]
         if is_rank_zero:
@@ -112,6 +113,21 @@ class Spares:
             over.set()
             watching.join()
 
+    def prepare(self) -> None:
+        """Let the spares prepare themselves, because the other processes have captured the step. Rank 0 does this once."""
+        for index in range(self._first, self._first + len(self.waiting) * (not self._prepares)):
+            self._store.set(f"spare {index} prepares", "")
+        self._prepares = True
+
+    def wait_to_prepare(self) -> bool:
+        """Return whether this spare may prepare itself now, before `wait_for_rank`. It may not if it takes a rank already,
+        or the run has ended."""
+        key = f"spare {os.environ[SPARE]}"
+        with contextlib.suppress(dist.DistError):  # rank 0 is gone
+            self._store.wait([f"{key} prepares"], _LONG)
+            return not self._store.check([key])
+        return False
+
     def wait_for_rank(self) -> int | None:
         """Return the rank that this spare takes. None if the run has ended without it."""
         key = f"spare {os.environ[SPARE]}"
@@ -128,7 +144,7 @@ class Spares:
     def end(self) -> None:
         """Close the files. On rank 0, let the spares end that still wait, because the run needs no spare any more."""
         for index in range(self._first, self._first + len(self.waiting)):
-            self._store.set(f"spare {index}", _OVER)
+            self._tell(index, _OVER)
         self.waiting = []
         while self.files:
             for file in self.files.pop():
@@ -156,12 +172,17 @@ class Spares:
     def _take(self, rank: int) -> Popen[Any] | None:
         """Give a rank to the next spare, and return its process. None if no spare is left."""
         while self.waiting:
-            spare, key = self.waiting.pop(0), f"spare {self._first}"
+            spare = self.waiting.pop(0)
             self._first += 1
             if spare.poll() is None:
-                self._store.set(key, f"{rank} {self.generation}")
+                self._tell(self._first - 1, f"{rank} {self.generation}")
                 return spare
         return None
+
+    def _tell(self, index: int, what: str) -> None:
+        """Send a message to a spare that waits, whether or not it has prepared itself."""
+        for key in (f"spare {index}", f"spare {index} prepares"):
+            self._store.set(key, what)
 
     def gather(self, others: list[Popen[Any]]) -> list[int] | None:
         """Wait until all other processes have called `join`, and begin a new generation. Rank 0 calls it.

@@ -71,7 +71,10 @@ class World:
             replica draws its own batches. By default, all processes are one replica.
         members: For each rank, the process's rank in the run, which also names it in errors. By default, these
             are all processes of the run.
+        is_sole: Whether only this process takes part in collectives.
     """
+
+    is_sole = False
 
     def __init__(
         self,
@@ -329,6 +332,31 @@ class World:
         flag = torch.tensor(int(decision))
         dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.host_group)
         return bool(flag)
+
+
+class SoleWorld(World):
+    """The processes of a run, of which only this process takes part in collectives. They return what they would return
+    if all processes passed the value of this process."""
+
+    is_sole = True
+
+    def broadcast(self, value: T, source: int = RANK_ZERO) -> T:
+        return value
+
+    def gather(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
+        return [value] * (self.size if ranks is None else len(ranks))
+
+    def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
+        return work()
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value.mul_(self.size)
+
+    def over_replicas(self, value: torch.Tensor, how: Any) -> torch.Tensor:
+        return value * self.count if _SUMS.get(how, how) == dist.ReduceOp.SUM else value.clone()
+
+    def decide(self, decision: bool, all: bool) -> bool:
+        return decision
 
 
 def _groups() -> dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]:

@@ -10,19 +10,39 @@ from typing import Any
 
 from torch import nn
 
-from lightning_piper.capture import BatchSpec, History, capture
+from lightning_piper.capture import BatchSpec, CapturedStep, History, capture
 from lightning_piper.capture.python_state.rollback import rollback_on_failure
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.errors import CaptureError, LongStepError, PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.processes.world import World, described
-from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
+from lightning_piper.session.checksums import checksum
+from lightning_piper.session.process_runtime import Context, Prepared, ProcessRuntime, Settings
 from lightning_piper.session.variants import Variants
 
 MANY_SPECS = 16  # how many batch specs are traced without a warning
 MANY_PROGRAMS = 256  # how many programs stay prepared
 Step = tuple[str, int | None]  # a method of the module, and the index of its loader if there are several
 TRAINING: Step = ("training_step", None)
+
+
+class KeptCaptures:
+    """The captures of the training step in this process, for a fit that continues after it has lost a process."""
+
+    def __init__(self) -> None:
+        self._steps: list[CapturedStep] = []
+
+    def add(self, step: CapturedStep) -> None:
+        self._steps.append(step)
+
+    def find(self, batch_spec: BatchSpec, context: Context) -> CapturedStep | None:
+        """Return the latest capture for this batch and context that is still valid: the Python state and the module's
+        tensors are as at the capture. None if there is no such capture."""
+        for step in reversed(self._steps):
+            alike = (step.batch_spec.key, step.context) == (batch_spec.key, context)
+            if alike and step.holds():
+                return step
+        return None
 
 
 class Programs:
@@ -69,6 +89,18 @@ class Programs:
         # each step with the batch specs for which it was traced
         self._traced: set[tuple[Step, Hashable]] = set()
         self.traced = False
+        self._kept: KeptCaptures | None = None
+        self._reused: CapturedStep | None = (
+            None  # the capture for the first batch; None to make a new capture
+        )
+
+    def reuse(self, kept: KeptCaptures, batch_spec: BatchSpec) -> None:
+        """Keep captures of the training step. For the first batch, use a kept capture if all processes have the same
+        one. Collective."""
+        self._kept = kept
+        found = kept.find(batch_spec.times(self._settings.replicas), self._settings.context)
+        sums = self._world.gather(None if found is None else checksum(found.text))
+        self._reused = found if len(set(sums)) == 1 else None
 
     def distributed_by(self, training: TrainingDAG) -> None:
         """From the next `compile` on, compile steps for a module that is distributed as this training DAG
@@ -223,12 +255,24 @@ class Programs:
         device, norms = self._world.device, settings.whole_norms
         try:
             with rollback_on_failure(self._module, name):
-                found = capture(
-                    self._module, example, device, context, name, loader, history=history, whole_norms=norms
-                )
-                return compile_step(
+                found, self._reused = self._reused, None
+                if found is None:
+                    found = capture(
+                        self._module,
+                        example,
+                        device,
+                        context,
+                        name,
+                        loader,
+                        history=history,
+                        whole_norms=norms,
+                    )
+                compiled = compile_step(
                     found, tuple(settings.program), None, settings.static, self._training, settings.device
                 )
+                if self._kept is not None and step == TRAINING:
+                    self._kept.add(found)
+                return compiled
         except CaptureError as error:
             if step != TRAINING or self._instead is None or isinstance(error, LongStepError):
                 raise

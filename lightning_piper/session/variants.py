@@ -75,6 +75,7 @@ class Variants:
         if known:
             self.history.learn(known[0][1].step.reads)
         compiled = self._capture(batch_spec, self.history)
+        self.history = compiled.step.reads.history
         self.number, self._count = self._count, self._count + 1
         known.insert(0, (self.number, compiled))
         if len(known) == MANY:

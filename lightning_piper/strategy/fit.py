@@ -39,7 +39,7 @@ from lightning_piper.session.first_operation import LastStep
 from lightning_piper.session.hook_code import hooks_may_use_gradients
 from lightning_piper.session.pending_step import PendingStep
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
-from lightning_piper.session.programs import TRAINING, Programs
+from lightning_piper.session.programs import TRAINING, KeptCaptures, Programs
 from lightning_piper.session.replay import Given
 from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import (
@@ -72,6 +72,7 @@ class Fit:
         accumulate: Whether accumulated batches count as `batches` or by their `tokens`; see `PiperStrategy`.
         check: Raises an error if the program must not run. The constructor calls it before it distributes the
             module.
+        kept: Captures of earlier fits of this run, to which this fit adds its own; None without spares.
 
     Attributes:
         before: The owner of the module before this fit.
@@ -107,12 +108,12 @@ class Fit:
         plugin: Precision,
         accumulate: str = "batches",
         check: Callable[[Compiled], None] = lambda compiled: None,
+        kept: KeptCaptures | None = None,
     ) -> None:
         self._module, self.before, self.world, self.seed = module, before, before.world, before.seed
         self._optimizer = optimizer
         self.recording: Recording | None = None
-        agreed = self._compare_first_batch(batch)
-        self.program = self._compile_first_batch(agreed)
+        self.program = self._compile_first_batch(self._compare_first_batch(batch), kept)
         self._check_program(check, batch)
         self._verify_program(verify)
         self._distribute_module()
@@ -143,7 +144,7 @@ class Fit:
         self.arrive(batch)
         return self._compare()
 
-    def _compile_first_batch(self, agreed: Agreed) -> Compiled:
+    def _compile_first_batch(self, agreed: Agreed, kept: KeptCaptures | None) -> Compiled:
         """End the phase before the fit, and return the program of the first batch."""
         module, settings, world = self._module, self.before.settings, self.world
         self.before.close(failed=False)
@@ -151,6 +152,8 @@ class Fit:
         self.announce = self._runtime.announce
         self.in_part = InPart(module, settings, world, self._runtime.metric_objects)
         self.programs = Programs(module, self._runtime, settings, world, instead=self.in_part.compiled)
+        if kept is not None:
+            self.programs.reuse(kept, self._batch_spec)
         rank_zero_info("PiperStrategy captures training_step with the first batch")
         with Stopwatch() as watch:
             compiled = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)

@@ -4,6 +4,7 @@ collectives."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import warnings
@@ -39,6 +40,7 @@ from lightning_piper.processes.termination import Termination
 from lightning_piper.processes.tracebacks import print_short_tracebacks
 from lightning_piper.processes.world import (
     RANK_ZERO,
+    SoleWorld,
     World,
     end_groups_at_exit,
     leave_groups_at_exit,
@@ -46,16 +48,18 @@ from lightning_piper.processes.world import (
 )
 from lightning_piper.runtime.connections import noted_connections
 from lightning_piper.session.local_sgd import LocalSGD
+from lightning_piper.session.programs import KeptCaptures
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
 from lightning_piper.strategy.loading.data import agree_on_loader
 from lightning_piper.strategy.loading.loaders import Loaders
 from lightning_piper.strategy.phases import Ended, Fitting, Idle, Phase, copied
 from lightning_piper.strategy.spares._lightning import (
+    BeforeFit,
     SpareLauncher,
     end_fit,
-    random_numbers,
-    restore_random_numbers,
+    launching,
+    rehearsing,
 )
 from lightning_piper.strategy.spares.checks import check_spares
 
@@ -103,6 +107,10 @@ class OverProcesses(_lightning.Strategy):
         self._copies: MemoryCopies | None = (
             None  # copies of the state of a fit; None if no spare can continue it
         )
+        self._captures: KeptCaptures | None = None  # None without spares, and before the first run
+        self._rehearses = (
+            False  # whether the fit is a rehearsal of a spare, which ends when the step is captured
+        )
         self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,6 +122,7 @@ class OverProcesses(_lightning.Strategy):
             "_termination": None,
             "_spares": None,
             "_copies": None,
+            "_captures": None,
             "_join": None,
             "_at_end": contextlib.ExitStack(),
         }
@@ -184,7 +193,8 @@ class OverProcesses(_lightning.Strategy):
         size = self._program_size
         first = self._local_replica * size
         members = range(first, first + size)
-        return World(self.global_rank - first, size, self.root_device, self._timeout, replicas, members)
+        kind = SoleWorld if self._rehearses else World
+        return kind(self.global_rank - first, size, self.root_device, self._timeout, replicas, members)
 
     @property
     def _program_size(self) -> int:
@@ -223,6 +233,8 @@ class OverProcesses(_lightning.Strategy):
             self._local_sgd.processes(self.num_processes * self.num_nodes)
         assert self.cluster_environment is not None
         if self._spare_count:
+            self.cluster_environment = launching(self.cluster_environment)
+            self.set_world_ranks()
             check_spares(self.cluster_environment, self.num_processes, self.num_nodes, self.root_device)
         # A single process needs no launcher. Lightning's launcher, which starts scripts, fails in a notebook.
         environment, spares = self.cluster_environment, self._spare_count
@@ -258,6 +270,8 @@ class OverProcesses(_lightning.Strategy):
         # Lightning's launcher divides the cores only in the process that starts all other processes.
         _lightning.divide_cores(self.num_processes)
         self.set_world_ranks()
+        if self._rehearses:
+            return
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
         if self.num_nodes > 1:
@@ -289,7 +303,8 @@ class OverProcesses(_lightning.Strategy):
 
         Args:
             trainer: The Trainer.
-            enter: Runs the entry point. It takes the path of a checkpoint; None for the user's path.
+            enter: Runs the entry point. It takes the path of a checkpoint; None for the user's path, "" for no
+                checkpoint.
             waiting: The spares, on rank 0.
 
         Raises:
@@ -306,17 +321,19 @@ class OverProcesses(_lightning.Strategy):
         address = self.cluster_environment.main_address, self.cluster_environment.main_port
         counts = self.world_size, self._spare_count
         self._spares = spares = Spares(*address, *counts, self.is_global_zero, self._timeout)
-        self._copies = MemoryCopies(spares.files, self._is_lost)
+        self._captures, path = KeptCaptures(), None
         spares.waiting = waiting
-        path = None
+        before = BeforeFit(trainer)
         if SPARE in os.environ:
+            if spares.wait_to_prepare():
+                self._rehearse(trainer, enter)
+                before.restore()
             rank, path = spares.wait_for_rank(), MEMORY
             if rank is None:
                 end_spare()
             os.environ["LOCAL_RANK"] = str(rank)
             del os.environ[SPARE]
-        # Hooks such as `setup`, which run again, draw the same random numbers again.
-        begun, accumulated = random_numbers(), trainer.accumulate_grad_batches
+        self._copies = MemoryCopies(spares.files, self._is_lost)
         try:
             while True:
                 try:
@@ -324,12 +341,23 @@ class OverProcesses(_lightning.Strategy):
                 except Exception as error:
                     if not self._replaced(trainer, error):
                         raise
-                restore_random_numbers(begun)
-                trainer.accumulate_grad_batches = accumulated  # a callback may have changed it
+                before.restore()
                 path = MEMORY
         finally:
-            self._copies = None
+            self._copies = self._captures = None
             spares.end()
+
+    def _rehearse(self, trainer: pl.Trainer, enter: Callable[[str | None], object]) -> None:
+        """In a spare, begin the fit without the other processes, and end it when the step is captured. So the step need
+        not be captured when this process replaces another one."""
+        self._rehearses = True
+        try:
+            with rehearsing(trainer):
+                self._failed = True
+                enter("")
+        finally:
+            self._rehearses = False
+        gc.collect()  # now, and not while other processes wait for this one
 
     def _is_watched(self) -> bool:
         """Return whether this strategy ends the run, or replaces a process, if a process fails."""

@@ -194,6 +194,8 @@ class SavingStrategy(EvaluatingStrategy):
             restored.sharded = Loading(opened, world, beside) if opened.tensors else None
             restored.outside = content.pop(OUTSIDE)
             assert self.lightning_module is not None
+            # The Trainer does this after it has loaded the values, which would then be rounded.
+            self.precision_plugin.convert_module(self.lightning_module)
             # the process may have left a validation
             restore_modes(self.lightning_module, restored.outside["module"])
             self._loaders.load(restored.take_entry(content))
@@ -374,6 +376,9 @@ class SavingStrategy(EvaluatingStrategy):
         ranges = self._own_ranges(phase.fit, content) if isinstance(phase, Fitting) else []
         check_values(content)
         copies.keep(self.global_rank, content, ranges, batches.total.ready, self._steady_memory())
+        if captured and self.is_global_zero:
+            assert self._spares is not None
+            self._spares.prepare()
 
     def _own_ranges(self, fit: Fit, content: dict[str, Any]) -> list[TensorRange]:
         """Return the ranges that this process copies into memory. Add to the content the names of tensors that the

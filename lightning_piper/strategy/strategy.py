@@ -55,6 +55,7 @@ from lightning_piper.strategy.loading.skipped_epochs import check_skips, returns
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.saving import SavingStrategy
+from lightning_piper.strategy.spares._lightning import Rehearsed
 from lightning_piper.strategy.spares.checks import checked_spares
 
 
@@ -364,6 +365,7 @@ class PiperStrategy(SavingStrategy):
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
         """Run the training step uncaptured from now on, and log `why`. `captures` are the captures of this
         step that have run in the fit; empty if there were none. Collective."""
+        self._end_rehearsal()
         self._times = None
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
@@ -382,7 +384,9 @@ class PiperStrategy(SavingStrategy):
         state = start.resumed(optimizer)
         plugin, verify, before = self.precision_plugin, self._verify, start.standalone
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
-            fit = Fit(module, before, batch, verify, optimizer, names, plugin, self._accumulate, check)
+            check = self._end_rehearsal if self._rehearses else check
+            accumulate, kept = self._accumulate, self._captures
+            fit = Fit(module, before, batch, verify, optimizer, names, plugin, accumulate, check, kept)
         fit.in_part.before = self._settle
         rounds = self._rounds(fit)
         self.phase = Fitting(fit, start, rounds=rounds)
@@ -395,6 +399,11 @@ class PiperStrategy(SavingStrategy):
             fit.recording = None  # local replica 0 writes the files
         if rounds is not None and fit.recording is not None:
             fit.recording.exchanged = rounds.nbytes
+
+    def _end_rehearsal(self, *given: object) -> None:
+        """End the fit here if it is a rehearsal."""
+        if self._rehearses:
+            raise Rehearsed
 
     def _rounds(self, fit: Fit) -> Rounds | None:
         """Return the exchanges of a fit under local SGD, after all replicas have the same parameters, or the

@@ -30,8 +30,11 @@ import lightning_piper as piper
 from lightning_piper.checkpoint.late_copies import LateCopies
 from lightning_piper.checkpoint.memory_copy import MemoryCopies, MemoryCopy
 from lightning_piper.processes.spares import SPARE, SPARES
+from lightning_piper.runtime import collectives
+from lightning_piper.runtime.same_machine import shared_memory
+from lightning_piper.session.programs import Programs
 from lightning_piper.strategy.process_management import OverProcesses
-from lightning_piper.strategy.spares._lightning import outside_checkpoint
+from lightning_piper.strategy.spares._lightning import BeforeFit, outside_checkpoint, random_numbers
 from lightning_piper.strategy.spares.module_state import state_beside
 from tests import tensors
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
@@ -55,14 +58,18 @@ ALONG_AXES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
 CALLBACKS: dict[str, Callable[[], L.Callback]] = {
     "accumulates later": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
     "averages": EMAWeightAveraging,
+    "averages converted": EMAWeightAveraging,
     "stochastic averages": lambda: StochasticWeightAveraging(swa_lrs=1e-2),
 }
 MOMENTS = ("data", "forward", "update", "validation", "save")
 # The copy is under way, or made but not complete; between two batches, or epochs; at any time from the begin of a batch.
 MORE = ("step", "copy", "copied", "between", "epoch", "soon", "connecting")
+ADDING = "adding"  # a part of a divided sum is written
 # Entries of the result of `train` that a loss does not change.
 RESULTS = ("steps", "rate", "scale", "score", "logged")
 BEFORE_BATCH = ("data", "copy", "copied")
+REHEARSED = "rehearsed"
+PARTS = 8  # as many parts as a batch has at least, under divided sums
 
 
 class Net(L.LightningModule):
@@ -195,8 +202,9 @@ class Loss:
         rank: Its rank.
         moment: A moment of a batch, or of the validation or the save after it: one of `MOMENTS`, or `MORE`.
         batch: The batch's number, in all epochs.
-        position: For "step", the instruction of the plan. For "soon" and "connecting", the processor time from the begin
-            of the batch, or of the next connection, to the loss, in milliseconds.
+        position: For "step", the instruction of the plan. For "adding", the number of the part. For "soon" and
+            "connecting", the processor time from the begin of the batch, or of the next connection, to the loss, in
+            milliseconds.
         after: The number of another loss that happens before; None if there is no such loss.
     """
 
@@ -218,9 +226,12 @@ class Losing(L.Callback):
 
     def __init__(self, losses: Sequence[Loss], folder: Path, signaled: str = "SIGKILL") -> None:
         self.losses, self.folder, self.signaled = losses, folder, signaled
+        self.parts = 0  # parts of divided sums written in this batch
 
     def lose(self) -> None:
         """Send the signal to this process. Like Ctrl-C, SIGINT goes to all processes of the training, also spares."""
+        if (rehearsed := self.folder / REHEARSED).exists():
+            rehearsed.open().close()  # a pipe that the spare opens
         alone = self.signaled != "SIGINT"
         all_ranks = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
         for process in [os.getpid()] if alone else map(int, all_ranks):
@@ -247,8 +258,9 @@ class Losing(L.Callback):
         return self.folder / f"lost {number}"
 
     def watch(self, trainer: L.Trainer) -> None:
-        """Look for losses also while processes connect, or make copies."""
+        """Look for losses also while processes connect, make copies, or write parts of divided sums."""
         connect, write, make = OverProcesses.setup_environment, MemoryCopy.write, LateCopies.make
+        put = shared_memory.Incoming.replace
 
         def connecting(strategy: Any) -> None:
             self.at(trainer, "connecting")
@@ -263,7 +275,13 @@ class Losing(L.Callback):
             make(late)
             self.at(trainer, "copied")
 
+        def putting(incoming: Any, part: Tensor) -> None:
+            self.parts += 1
+            self.at(trainer, ADDING, lambda loss: loss.position % PARTS == self.parts % PARTS)
+            put(incoming, part)
+
         OverProcesses.setup_environment = connecting  # type: ignore[method-assign]
+        shared_memory.Incoming.replace = putting  # type: ignore[method-assign]
         MemoryCopy.write, LateCopies.make = writing, making  # type: ignore[method-assign]
 
     def in_data(self, fit: L.Trainer, loader: DataLoader[Any]) -> None:
@@ -276,6 +294,7 @@ class Losing(L.Callback):
         loader.collate_fn = collating
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.parts = 0
         self.at(trainer, "soon")
         phase: Any = trainer.strategy.phase  # type: ignore[attr-defined]
         for prepared in phase.fit.programs._prepared.values() if hasattr(phase, "fit") else ():
@@ -334,6 +353,35 @@ class Alive:
         return self.ended
 
 
+def rehearse(folder: Path, module: Net, otherwise: bool) -> list[bool]:
+    """Let a spare open a pipe when it has rehearsed. Return a list of whether each fit uses a kept capture.
+
+    Args:
+        otherwise: Whether the module has a hook in the rehearsal, which it does not have later.
+    """
+    own, reuse, reused = OverProcesses._rehearse, Programs.reuse, list[bool]()
+
+    def rehearsing(*given: Any) -> None:
+        hook = module.first.register_forward_hook(lambda *args: None) if otherwise else None
+        own(*given)
+        if hook is not None:
+            hook.remove()
+        Path(folder, REHEARSED).open("w").close()
+
+    def reusing(programs: Programs, *given: Any) -> None:
+        reuse(programs, *given)
+        reused.append(programs._reused is not None)
+
+    OverProcesses._rehearse, Programs.reuse = rehearsing, reusing  # type: ignore[method-assign]
+    return reused
+
+
+def divide_sums() -> None:
+    """Let messages of a few bytes go through shared memory, where each process adds up a part of each sum."""
+    for module in (collectives, shared_memory):
+        module.DIRECT, module.PIECE = 64, 128  # type: ignore[attr-defined]
+
+
 def become(rank: int, size: int, folder: Path) -> int:
     """Make this process a spare if its rank is not one of `size` ranks. Return the number of spares."""
     spares = int(os.environ["WORLD_SIZE"]) - size
@@ -362,7 +410,13 @@ def launched(fit: L.Trainer, size: int, spares: int, folder: Path | None, ended:
 def without(kind: str) -> None:
     """Do not restore a part of the state."""
     if kind == "other random numbers":
-        OverProcesses._run_with_spares.__globals__["restore_random_numbers"] = lambda state: None
+        restore = BeforeFit.restore
+
+        def restoring(before: BeforeFit) -> None:
+            before._random = random_numbers()
+            restore(before)
+
+        BeforeFit.restore = restoring  # type: ignore[method-assign]
     elif kind == "no sums":
         outside_checkpoint.__globals__["_restore_logged_in_epoch"] = lambda trainer, state: None
     elif kind in ("no metrics", "no gradients"):
@@ -385,6 +439,9 @@ def train(
     if kind == "saved again":
         outside_checkpoint.__globals__["SAVED"] = ()
     without(kind)
+    if kind.endswith("divided"):
+        divide_sums()
+        kind = kind.removesuffix(" divided")
     if kind == "changed copy":
         take = MemoryCopies.take
 
@@ -416,10 +473,12 @@ def train(
     norms = kind.startswith(("replicas", "zero", "stages"))
     special = kind.startswith("uncaptured"), norms, kind == "unfreezes", kind == "stages frozen"
     module = Manual() if manual else Net(*special)
+    reused = rehearse(folder, module, kind.endswith("otherwise")) if kind.startswith(REHEARSED) else []
     callbacks: list[L.Callback] = [history := History(), save]
     if kind in CALLBACKS:
         callbacks.append(CALLBACKS[kind]())
-        module.double()
+        if kind != "averages converted":  # the callback copies the module before the Trainer converts it
+            module.double()
     fit, record = trainer(
         strategy,
         [*callbacks, losing]
@@ -464,6 +523,7 @@ def train(
         "rate": fit.optimizers[0].param_groups[0]["lr"],
         "scale": scaler.get_scale(),
         "calls": counting.calls,
+        "reused": reused,
         "score": save.best_model_score,
         "logged": history.logged,
         "files": sorted(path.name for path in (folder / "saved").iterdir()),
@@ -472,14 +532,17 @@ def train(
 
 
 class Launched(L.Callback):
-    """Calls `launched`."""
+    """Calls `launched`, and lets losses be looked for everywhere."""
 
-    def __init__(self, *given: Any) -> None:
-        self.given = given
+    def __init__(self, losing: Losing, *given: Any) -> None:
+        self.losing, self.given, self.is_done = losing, given, False
 
     def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
-        launcher: Any = trainer.strategy.launcher
-        if trainer.is_global_zero and not launcher.waiting:
+        if self.is_done:
+            return
+        self.is_done = True
+        self.losing.watch(trainer)
+        if trainer.is_global_zero:
             launched(trainer, *self.given)
 
 
@@ -489,6 +552,6 @@ def train_along_axes(rank: int, folder: Path, name: str, losses: Sequence[Loss])
     make, program = ALONG_AXES[name]
     module, losing = make(), Losing(losses, folder)
     strategy = piper.PiperStrategy(program, spares=spares, timeout=PATIENCE)
-    callbacks = [losing, *([Launched(4, spares, None)] if spares else [])]
+    callbacks = [losing, *([Launched(losing, 4, spares, folder)] if spares else [])]
     tensors.fit(module, strategy, devices=4, max_epochs=2, callbacks=callbacks)
     return {"values": values(module)}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed.processes import Ended, launch_trainings, run_ranks
-from tests.strategy import series
-from tests.strategy.scenarios import equal
-from tests.strategy.spared import ALONG_AXES, MOMENTS, RESULTS, Loss, train, train_along_axes
+from tests.distributed.processes import LIMIT, Ended, launch_trainings, run_ranks
+from tests.strategy import series, spared_by_torchrun
+from tests.strategy.scenarios import equal, popen
+from tests.strategy.spared import ALONG_AXES, MOMENTS, REHEARSED, RESULTS, Loss, train, train_along_axes
 
 
 def lose(folder: Path, size: int, moment: str, kind: str = "") -> list[Ended]:
@@ -65,7 +68,7 @@ def test_state_that_is_not_restored_changes_the_result(moment, kind, wanted, tmp
 
 @pytest.mark.parametrize("kind, moment", [
     ("accumulated", "validation"), ("uncaptured", "update"), ("unfreezes", "update"),
-    ("averages", "update"), ("accumulates later", "update"), ("replicas scaled", "update"),
+    ("averages", "update"), ("averages converted", "update"), ("accumulates later", "update"), ("replicas scaled", "update"),
 ])  # fmt: skip
 def test_three_processes(kind, moment, tmp_path):
     check(lose(tmp_path / "lost", 3, moment, kind), undisturbed(tmp_path / "undisturbed", 3, kind)[0])
@@ -124,6 +127,17 @@ def test_a_process_is_lost_in_any_call(seed, tmp_path):
     check(lose(tmp_path / "lost", 3, str(call)), wanted[0])
 
 
+@pytest.mark.parametrize("kind", ["rehearsed", "rehearsed otherwise"])
+def test_captures_are_used_again(kind, wanted, tmp_path):
+    """The spare has captured the step before. All processes capture it again if its module was another one then."""
+    (tmp_path / "lost").mkdir()
+    os.mkfifo(tmp_path / "lost" / REHEARSED)
+    ends = lose(tmp_path / "lost", 2, "update", kind)
+    check(ends, wanted)
+    last = kind == "rehearsed"
+    assert (ends[0].result["reused"], ends[2].result["reused"]) == ([False, last], [False, last])
+
+
 def test_two_optimizers_of_a_manual_step(tmp_path):
     wanted = undisturbed(tmp_path / "undisturbed", 2, "manual")[0]
     check(lose(tmp_path / "lost", 2, "update", "manual"), wanted)
@@ -152,3 +166,28 @@ def test_without_a_spare_the_run_ends_with_its_error(kind, lost, tmp_path):
 def test_refusals(kind, words, tmp_path):
     for end in run_ranks(3, train, tmp_path, tmp_path, 2, "", kind, joined=False)[:2]:
         assert words in end.said
+
+
+def train_script(folder: Path, loses: str, *command: str) -> dict[str, Any]:
+    """Run a script that starts a training with a spare, and return its result."""
+    folder.mkdir()
+    run = popen(
+        [sys.executable, *command, spared_by_torchrun.__file__, str(folder), loses], GLOO_SOCKET_IFNAME="lo"
+    )
+    try:
+        said, _ = run.communicate(timeout=LIMIT.total_seconds())
+    finally:
+        run.kill()
+    assert run.returncode == 0, said[-8000:]
+    found: dict[str, Any] = torch.load(folder / "end.pt", weights_only=True)
+    assert ("lost ranks [1]" in said) == (loses == "loses"), said[-8000:]
+    return found
+
+
+def test_torchrun_starts_one_process(tmp_path):
+    """A spare replaces rank 1, and torchrun starts all processes again after it has lost rank 0."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
+    found = train_script(tmp_path / "lost", "loses", *torchrun, "--monitor-interval=0.1")
+    wanted = train_script(tmp_path / "undisturbed", "undisturbed")
+    assert (found["attempt"], wanted["attempt"]) == (1, 0)
+    assert found["steps"] == wanted["steps"] and equal(found["values"], wanted["values"])

@@ -219,6 +219,11 @@ class CapturedStep:
         """The number of traces, at all sizes and shapes, from which Piper has made code of the step."""
         return self._symbolic.others + len(self._symbolic.steps)
 
+    def holds(self) -> bool:
+        """Return whether the step's Python state, and the specs of the module's tensors, are as at the capture."""
+        tensors = self.params, self.buffers, self.canonical, self._sharing
+        return self.reads.hold() and named_tensors(self.module) == tensors
+
     def _step(self, degrees: tuple[int, ...]) -> TracedStep:
         """Return a new module for one trace of the step. Subclasses return other kinds of steps."""
         return TracedStep(

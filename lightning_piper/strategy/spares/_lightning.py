@@ -26,13 +26,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from subprocess import Popen
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _basic_subprocess_cmd,
     _ChildProcessObserver,
@@ -43,11 +45,31 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
+from lightning_piper.common.lightning_packages import is_exactly
 from lightning_piper.processes.spares import SPARE, SPARES
-from lightning_piper.strategy.spares.module_state import State, restore_beside, state_beside
+from lightning_piper.strategy.spares.module_state import (
+    State,
+    dtypes_of,
+    restore_beside,
+    restore_dtypes,
+    state_beside,
+)
 
 LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter")
 SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+# Variables by which torchrun describes a process. `LightningEnvironment` also reads most of them.
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+               "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+
+
+def launching(environment: ClusterEnvironment) -> ClusterEnvironment:
+    """Return the environment in which Lightning's launcher starts the processes. If torchrun has started this process
+    alone, this is a new one. Then remove torchrun's variables, because they do not describe the other processes."""
+    if not is_exactly(environment, TorchElasticEnvironment) or environment.world_size() > 1:
+        return environment
+    for name in OF_TORCHRUN:
+        os.environ.pop(name, None)
+    return LightningEnvironment()
 
 
 class SpareLauncher(_SubprocessScriptLauncher):
@@ -57,7 +79,7 @@ class SpareLauncher(_SubprocessScriptLauncher):
         environment, processes: As for Lightning's launcher.
         spares: Number of spares.
         run: Called with the Trainer, a function that runs its entry point, and the spares. The function takes the path
-            of a checkpoint from which a fit continues; None for the user's path.
+            of a checkpoint from which a fit continues; None for the user's path, "" for no checkpoint.
         watched: Returns whether another part of this process ends the run if a process fails.
 
     Attributes:
@@ -81,7 +103,7 @@ class SpareLauncher(_SubprocessScriptLauncher):
             _Observer(self).start()
 
         def enter(path: str | None) -> Any:
-            return function(*(args if path is None else (*args[:4], path, False)), **kwargs)
+            return function(*(args if path is None else (*args[:4], path or None, False)), **kwargs)
 
         return self._run(trainer, enter, self.waiting)
 
@@ -196,6 +218,39 @@ def random_numbers() -> State:
 def restore_random_numbers(state: Mapping[str, Any]) -> None:
     """Restore the result of `random_numbers`."""
     _set_rng_states(dict(state))
+
+
+class BeforeFit:
+    """The state of a process before its first fit, with which a fit that begins again must begin."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        # Hooks such as `setup`, which run again, draw the same random numbers again.
+        self._random, self._dtypes = random_numbers(), dtypes_of(trainer.lightning_module)
+        self._accumulated = trainer.accumulate_grad_batches  # a callback may change it
+
+    def restore(self) -> None:
+        restore_random_numbers(self._random)
+        restore_dtypes(self._trainer.lightning_module, self._dtypes)
+        self._trainer.accumulate_grad_batches = self._accumulated
+
+
+class Rehearsed(Exception):
+    """A rehearsal has captured the step."""
+
+
+@contextmanager
+def rehearsing(trainer: pl.Trainer) -> Iterator[None]:
+    """Return a context in which a fit, without its sanity check, is a rehearsal: its errors have no consequences, and it
+    ends with the context."""
+    checks, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
+    try:
+        yield
+    except Exception:  # the fit itself raises it again
+        pass
+    finally:
+        trainer.num_sanity_val_steps = checks
+    end_fit(trainer)
 
 
 def end_fit(trainer: pl.Trainer) -> None:

@@ -46,8 +46,9 @@ def check_spares(environment: ClusterEnvironment, processes: int, nodes: int, de
         environment.creates_processes_externally and SPARES not in os.environ
     ):
         found = (
-            f"{type(environment).__name__} starts the processes. Use Lightning's launcher: "
-            "python train.py, without torchrun or SLURM"
+            f"{type(environment).__name__} starts the processes, but only Lightning's launcher can replace one. Start "
+            "one process: python train.py, or torchrun --nproc-per-node=1, or srun --ntasks=1 with "
+            "Trainer(plugins=[LightningEnvironment()])"
         )
     elif nodes > 1:
         found = f"the Trainer has num_nodes={nodes}. Use one machine"

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_piper.session.metric_objects import metric_states, restore_metric_states
 
 State = dict[str, Any]
+
+
+def dtypes_of(module: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter and buffer, by name."""
+    return {name: x.dtype for name, x in chain(module.named_parameters(), module.named_buffers())}
+
+
+def restore_dtypes(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Restore the result of `dtypes_of`, without the values. The Trainer converts the module only after callbacks have
+    copied it, so a fit that begins again must find the dtypes from before."""
+    for name, x in chain(module.named_parameters(), module.named_buffers()):
+        if dtypes.get(name, x.dtype) != x.dtype:
+            x.data = x.data.to(dtypes[name])
 
 
 def state_beside(module: nn.Module, gradients: bool) -> State:

@@ -1,0 +1,61 @@
+"""A script that trains on two processes with a spare. torchrun starts one process, and Lightning's launcher starts the
+other processes. In the first attempt, rank 1 is lost in the second epoch, and rank 0 in the third epoch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_piper as piper
+from tests.strategy.fitting import QUIET, values
+from tests.strategy.spared import Net, samples
+
+
+class Losing(L.Callback):
+    """Loses each rank once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        rank = trainer.global_rank
+        lost = self.folder / f"lost {rank}"
+        if trainer.current_epoch == 2 - rank and not lost.exists():
+            lost.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, losing: bool) -> None:
+    module = Net(norms=True)
+    module.setup = lambda stage: setattr(module, "shift", torch.zeros(()))  # type: ignore[method-assign]
+    save = ModelCheckpoint(folder / "saved", save_last=True)
+    strategy = piper.PiperStrategy(spares=1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=3,
+        precision="64-true",
+        callbacks=[save, *([Losing(folder)] if losing else [])],
+        **QUIET | {"enable_checkpointing": True},  # type: ignore[arg-type]
+    )
+    torch.manual_seed(9)
+    loaders = [DataLoader(TensorDataset(*samples(32)), batch_size=4) for _ in range(2)]
+    trainer.fit(module, *loaders, ckpt_path="last")
+    if trainer.is_global_zero:
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        found = {"values": values(module), "steps": trainer.global_step, "attempt": attempt}
+        torch.save(found, folder / "end.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]), sys.argv[2] == "loses")
