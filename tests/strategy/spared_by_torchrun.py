@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from tests.strategy.fitting import QUIET, values
+from tests.strategy.fitting import QUIET
 from tests.strategy.spared import Net, samples
 
 
@@ -33,7 +33,7 @@ class Losing(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, losing: bool) -> None:
+def train(folder: Path) -> None:
     module = Net(norms=True)
     module.setup = lambda stage: setattr(module, "shift", torch.zeros(()))  # type: ignore[method-assign]
     save = ModelCheckpoint(folder / "saved", save_last=True)
@@ -44,18 +44,17 @@ def train(folder: Path, losing: bool) -> None:
         strategy=strategy,
         max_epochs=3,
         precision="64-true",
-        callbacks=[save, *([Losing(folder)] if losing else [])],
+        callbacks=[save, Losing(folder)],
         **QUIET | {"enable_checkpointing": True},  # type: ignore[arg-type]
     )
     torch.manual_seed(9)
     loaders = [DataLoader(TensorDataset(*samples(32)), batch_size=4) for _ in range(2)]
     trainer.fit(module, *loaders, ckpt_path="last")
     if trainer.is_global_zero:
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        found = {"values": values(module), "steps": trainer.global_step, "attempt": attempt}
-        torch.save(found, folder / "end.pt")
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        Path(folder, "end").write_text(f"attempt {attempt}, step {trainer.global_step}")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(Path(sys.argv[1]), sys.argv[2] == "loses")
+    train(Path(sys.argv[1]))
