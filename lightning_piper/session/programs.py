@@ -27,7 +27,7 @@ TRAINING: Step = ("training_step", None)
 
 
 class KeptCaptures:
-    """The captures of the training step in this process, for a fit that continues after it has lost a process."""
+    """The captures of the training step in this process. A fit that continues after the loss of a process uses them."""
 
     def __init__(self) -> None:
         self._steps: list[CapturedStep] = []

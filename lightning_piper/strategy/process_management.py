@@ -109,7 +109,7 @@ class OverProcesses(_lightning.Strategy):
         )
         self._captures: KeptCaptures | None = None  # None without spares, and before the first run
         self._rehearses = (
-            False  # whether the fit is a rehearsal of a spare, which ends when the step is captured
+            False  # whether the fit is a dry run of a spare, which ends when the step is captured
         )
         self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
@@ -349,7 +349,7 @@ class OverProcesses(_lightning.Strategy):
 
     def _rehearse(self, trainer: pl.Trainer, enter: Callable[[str | None], object]) -> None:
         """In a spare, begin the fit without the other processes, and end it when the step is captured. So the step need
-        not be captured when this process replaces another one."""
+        not be captured when this process takes a rank."""
         self._rehearses = True
         try:
             with rehearsing(trainer):

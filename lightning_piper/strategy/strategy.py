@@ -401,7 +401,7 @@ class PiperStrategy(SavingStrategy):
             fit.recording.exchanged = rounds.nbytes
 
     def _end_rehearsal(self, *given: object) -> None:
-        """End the fit here if it is a rehearsal."""
+        """End the fit here if it is a dry run."""
         if self._rehearses:
             raise Rehearsed
 

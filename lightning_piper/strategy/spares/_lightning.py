@@ -236,12 +236,12 @@ class BeforeFit:
 
 
 class Rehearsed(Exception):
-    """A rehearsal has captured the step."""
+    """A dry run has captured the step."""
 
 
 @contextmanager
 def rehearsing(trainer: pl.Trainer) -> Iterator[None]:
-    """Return a context in which a fit, without its sanity check, is a rehearsal: its errors have no consequences, and it
+    """Return a context in which a fit, without its sanity check, is a dry run: its errors have no consequences, and it
     ends with the context."""
     checks, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
     try:
