@@ -28,8 +28,8 @@ SCENARIO = "gathered samples"
     scenario=SCENARIO,
 )
 def _samples_of_one_replica(original: Function, seeded: Seeded) -> Function:
-    def shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
-        original(dag, node, replicas)
+    def shrink(dag: TrainingDAG, node: Node, replicas: int, made: Any) -> None:
+        original(dag, node, replicas, made)
         if isinstance(node, GatherSamples):
             dag.change(node, mesh=Mesh(("data", "other"), (1, replicas), tuple(range(replicas))))
             seeded.hit()

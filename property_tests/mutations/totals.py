@@ -53,8 +53,8 @@ mutation("gradient of statistics not summed", "each part of the batch gets what 
     scenario=SCENARIO,
 )
 def _statistics_of_one_replica(original: Function, seeded: Seeded) -> Function:
-    def shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
-        original(dag, node, replicas)
+    def shrink(dag: TrainingDAG, node: Node, replicas: int, made: Any) -> None:
+        original(dag, node, replicas, made)
         if isinstance(node, Total):
             dag.change(node, mesh=Mesh(("data", "other"), (1, replicas), tuple(range(replicas))))
             seeded.hit()
