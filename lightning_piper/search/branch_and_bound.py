@@ -100,6 +100,7 @@ class Search:
         """
         for layout in self.space.layouts():
             self._layout(layout)
+        heapq.heapify(self._heap)
         if known is not None:
             self._improve(known)
         self._begin()
@@ -168,7 +169,7 @@ class Search:
         lowest = [item for group in degrees.values() for item in heapq.nsmallest(BEGIN, group)]
         # Try layouts with few passes first.
         for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):
-            if self._is_excluded(self._raised(bound, layout)):
+            if self._is_excluded(bound) or self._is_excluded(self._raised(bound, layout)):
                 continue
             levels = sorted(level for any_of in self.space.levels_of(layout) for level in any_of)
             for level in {levels[-1], *levels[:2][-1:]}:  # the highest level, and the lowest but one
@@ -277,13 +278,15 @@ class Search:
         heapq.heappush(self._heap, (bound, -depth, next(self._number), branch))
 
     def _layout(self, layout: Layout) -> None:
-        """Put a layout into the heap with its coarse bound, or skip and count it if it cannot fit."""
+        """Add a layout to the branches with its coarse bound, or skip and count it if it cannot fit. `run` then
+        makes a heap of the branches."""
         self._size += self.space.candidates(layout)
         coarse = self.coarse.memory(layout)
         if coarse > self.space.memory:
             self._leave("memory", layout)
         else:
-            self._push(coarse if self.by_memory else self.coarse.time(layout), layout)
+            bound = coarse if self.by_memory else self.coarse.time(layout)
+            self._heap.append((bound, 0, next(self._number), layout))
 
     def _branch(self, bound: Number, branch: _Branch) -> None:
         """Expand a branch. A layout or choice that comes here for the first time only gets a higher bound, if

@@ -11,7 +11,10 @@ import functools
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.rows import rank_of
@@ -105,6 +108,7 @@ class Links(NamedTuple):
     across: Groups
 
 
+Devices = NDArray[np.int64]
 # (first device, distance between neighbors, number of devices) of a group -> the phases of its collectives.
 RingsOf = Callable[[int, int, int], tuple[RingPass, ...]]
 
@@ -130,38 +134,37 @@ class LinkTable:
         The replicas run the same passes at the same time, so all of them wait for the slowest pair of devices.
         """
         t, n, ranks = layout.tensor, layout.replicas, layout.ranks
-        order = [link for _, link in self._hardware.links]  # the nearest link first
+        sizes, order = zip(*self._hardware.links, strict=True)  # the nearest link first
 
-        def farthest(pairs: Iterable[tuple[int, int]]) -> Link:
-            """Return the slowest link between two tensor-parallel groups, over all pairs of groups. A pair has
-            the first devices of two groups, or twice the first device of one group: then the link is inside of
-            the group."""
-            most = 0
-            for a, b in pairs:
-                most = max(most, order.index(self._hardware.link(min(a, b), max(a, b) + t - 1)))
-                if most == len(order) - 1:
-                    break
-            return order[most]
+        def farthest(a: Devices, b: Devices) -> Link:
+            """Return the slowest link between two tensor-parallel groups, over all pairs of groups. `a` and `b` have
+            the first devices of the two groups of each pair. If both are the same, the link is inside of the
+            group."""
+            first, last = np.minimum(a, b), np.maximum(a, b) + t - 1
+            joins = np.stack(
+                [first // size == last // size for size in sizes[:-1]] + [np.full(first.shape, True)]
+            )
+            return order[max(order.index(order[k]) for k in np.unique(joins.argmax(axis=0)))]
 
-        folded, device = SEARCHED[layout.schedule].folded, layout.device
+        folded, replicas = SEARCHED[layout.schedule].folded, np.arange(n)
+        device: Any = layout.device  # for arrays of replicas and ranks, an array of devices
         stage_ranks = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
         hops: dict[tuple[int, int], Link | None] = {
-            (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n))
+            (a, b): None if a == b else farthest(device(replicas, a), device(replicas, b))
             for a, b in set(pairwise(stage_ranks))
         }
 
         def within(members: int) -> Link:
             """Return the slowest link within groups of this many replicas."""
-            return farthest(
-                (device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members)
-            )
+            first, rank = np.meshgrid(np.arange(0, n, members), np.arange(ranks))
+            return farthest(device(first, rank), device(first + members - 1, rank))
 
         size, routed = layout.shard_size, layout.routed
         return Links(
             within(1),
             within(routed),
             tuple(hops[pair] for pair in pairwise(stage_ranks)),
-            farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)),
+            farthest(device(replicas, 0), device(replicas, ranks - 1)),
             (self._groups(layout, range(1), 1, n), self._groups(layout, range(routed), routed, n // routed)),
             (
                 self._groups(layout, range(0, n, size), 1, size),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement
@@ -35,6 +35,7 @@ _UNITS = {  # unit of a size -> bytes
         for i in ("", "i")
     },
 }
+_Numberings = list[tuple[bool, list[int]]]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -176,33 +177,30 @@ class Space:
         for tensor in self._degrees():
             least = max(self.workload.least, self.workload.least_divided.get(tensor, 1))
             for replicas in _divisors(self.workload.samples, self.devices // tensor):
+                numberings = functools.cache(functools.partial(self._numberings, tensor, replicas))
                 for microbatches in _divisors(
                     self.workload.samples // replicas, 1 if self.workload.meets else None
                 ):
                     samples = self.workload.samples // replicas // microbatches
                     if samples >= least and all(b.at(samples, tensor) for b in self.workload.blocks):
-                        yield from self._layouts(tensor, replicas, microbatches)
+                        yield from self._layouts(tensor, replicas, microbatches, numberings)
 
-    def _layouts(self, tensor: int, replicas: int, microbatches: int) -> Iterator[Layout]:
-        """Yield the layouts with this many tensor-parallel devices, replicas and microbatches."""
+    def _layouts(
+        self, tensor: int, replicas: int, microbatches: int, numberings: Callable[[int], _Numberings]
+    ) -> Iterator[Layout]:
+        """Yield the layouts with this many tensor-parallel devices, replicas and microbatches. `numberings` maps the
+        number of ranks to the result of `_numberings`."""
         blocks = len(self.workload.blocks)
         degrees = _divisors(replicas) if any(block.routed for block in self.workload.blocks) else [1]
         most = min(blocks, self.devices // tensor // replicas, self.ranks or self.devices)
         for ranks in range(1, most + 1):
             if self.all_devices and ranks * tensor * replicas != self.devices:
                 continue
-            # If all devices are equally far apart, the numbering of the devices does not matter.
-            last = ranks * replicas * tensor - 1
-            far = ranks > 1 and replicas > 1 and self.hardware.link(0, last) != self.hardware.link(0, 1)
-            divided = [
-                (inside, self._groups(Layout("", 1, ranks, replicas, tensor, 1, microbatches, inside)))
-                for inside in ((True, False) if far else (True,))
-            ]
             for name in self._different(microbatches):
                 for per_rank in SEARCHED[name].per_rank:
                     if ranks * per_rank <= blocks and is_possible(name, per_rank, ranks, microbatches):
                         for routed in degrees:
-                            for data_inside, groups in divided:
+                            for data_inside, groups in numberings(ranks):
                                 plain = Layout(
                                     name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside
                                 )
@@ -210,6 +208,16 @@ class Space:
                                 for n in groups:
                                     if plain.shard_size // n % routed == 0:
                                         yield plain._replace(groups=n)
+
+    def _numberings(self, tensor: int, replicas: int, ranks: int) -> _Numberings:
+        """Return each `Layout.data_inside` to consider, with the numbers of groups of replicas."""
+        # If all devices are equally far apart, the numbering of the devices does not matter.
+        last = ranks * replicas * tensor - 1
+        far = ranks > 1 and replicas > 1 and self.hardware.link(0, last) != self.hardware.link(0, 1)
+        return [
+            (inside, self._groups(Layout("", 1, ranks, replicas, tensor, 1, 1, inside)))
+            for inside in ((True, False) if far else (True,))
+        ]
 
     def _groups(self, layout: Layout) -> list[int]:
         """Return the numbers of groups into which the search divides the replicas of a layout, above 1.
@@ -263,14 +271,11 @@ class Space:
     def _counted(self, layout: Layout) -> tuple[list[tuple[int, ...]], int]:
         """Return the results of `levels_of` and `candidates`. They are cached, because many layouts differ only in
         numbers that do not matter here."""
-        key = layout._replace(
-            replicas=min(layout.replicas, 2), tensor=1, routed=1, microbatches=1, data_inside=True
-        )
-        key = key._replace(groups=min(layout.groups, 2))
+        key = layout.schedule, layout.per_rank, layout.ranks, min(layout.replicas, 2), min(layout.groups, 2)
         found = self._known_counts.get(key)
         if found is None:
-            sets = self._level_sets(key)
-            found = self._known_counts[key] = sets, self._count(key, sets)
+            sets = self._level_sets(layout)
+            found = self._known_counts[key] = sets, self._count(layout, sets)
         return found
 
     def _level_sets(self, layout: Layout) -> list[tuple[int, ...]]:
@@ -283,7 +288,7 @@ class Space:
         return [tuple(levels) for levels in found.values() if layout.groups == 1 or any(levels)]
 
     @functools.cached_property
-    def _known_counts(self) -> dict[Layout, tuple[list[tuple[int, ...]], int]]:
+    def _known_counts(self) -> dict[tuple[str | int, ...], tuple[list[tuple[int, ...]], int]]:
         return {}
 
     @functools.cached_property
