@@ -134,7 +134,8 @@ class LinkTable:
         The replicas run the same passes at the same time, so all of them wait for the slowest pair of devices.
         """
         t, n, ranks = layout.tensor, layout.replicas, layout.ranks
-        sizes, order = zip(*self._hardware.links, strict=True)  # the nearest link first
+        sizes = [members for members, _ in self._hardware.links]
+        order = [link for _, link in self._hardware.links]  # the nearest link first
 
         def farthest(a: Devices, b: Devices) -> Link:
             """Return the slowest link between two tensor-parallel groups, over all pairs of groups. `a` and `b` have

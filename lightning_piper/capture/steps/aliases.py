@@ -14,7 +14,8 @@ from torch import nn
 
 from lightning_piper.common.user_lines import member
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.regions import ParamInfo
+from lightning_piper.ir.regions import ParamInfo, StepCode
+from lightning_piper.ir.values import Kind
 
 Pair = tuple[str, str]
 
@@ -42,25 +43,29 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
     return [pair for _, _, pair in sorted(found)]
 
 
-def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Mapping[str, ParamInfo]) -> None:
-    """Raise an error if a step would change one of two tensors that share memory.
+def refuse_sharing(pairs: Sequence[Pair], code: StepCode, params: Mapping[str, ParamInfo]) -> None:
+    """Raise an error if the step or the optimizer would change one of two tensors that share memory.
 
     Args:
         pairs: names of parameters and buffers that share memory.
-        changing: the names whose tensors the step or the optimizer changes.
+        code: the code of the step.
         params: the parameters by name.
 
     Raises:
         CaptureError: one tensor of a pair changes.
     """
+    outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
+    changing = {name for out in outputs if out.kind == Kind.BUFFER for name in out.names}
+    if not code.forward_only:
+        changing |= {name for name, info in params.items() if info.requires_grad}
     for one, two in pairs:
         if one in changing or two in changing:
             raise CaptureError(f"{_problem(one, two, changing, params)} [PIPER-C018]")
 
 
 def _problem(one: str, two: str, changing: Collection[str], params: Mapping[str, ParamInfo]) -> str:
-    """Return the text of the error for two tensors that share memory. See `refuse_sharing` for `changing` and
-    `params`."""
+    """Return the text of the error for two tensors that share memory, of which `changing` names those that
+    change."""
     if one in params and two in params:
         alike = params[one].spec.shape == params[two].spec.shape
         fix = (

@@ -369,7 +369,7 @@ class CapturedStep:
         """Return new code for `size` samples; see `at`."""
         known = None if degrees else self._by_substitution(size) or self._of_member(size)
         found = known or self._traced(size, degrees)
-        self._check_sharing(found)
+        refuse_sharing(self._sharing, found, self.params)
         if not self._codes and self._whole is None:
             return found
         first = next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
@@ -586,21 +586,8 @@ class CapturedStep:
         for propagation in propagations if self._whole is not None else ():
             localize(weighed.graph, propagation.held, propagation.degree)
         return_copies(weighed.graph)
-        shards = {
-            name: (propagation.division.axis, part)
-            for propagation in propagations
-            for name, part in propagation.params.items()
-        }
+        shards = {n: (each.division.axis, part) for each in propagations for n, part in each.params.items()}
         return shards, propagations
-
-    def _check_sharing(self, code: StepCode) -> None:
-        """Raise a `CaptureError` if the step or the optimizer would change one of two parameters or buffers
-        that share memory."""
-        outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
-        changing = {name for out in outputs if out.kind == Kind.BUFFER for name in out.names}
-        if not code.forward_only:
-            changing |= {name for name, info in self.params.items() if info.requires_grad}
-        refuse_sharing(self._sharing, changing, self.params)
 
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
         """Return name -> number of parts, for each parameter of experts that these degrees divide into more
