@@ -90,9 +90,8 @@ class Programs:
         self._traced: set[tuple[Step, Hashable]] = set()
         self.traced = False
         self._kept: KeptCaptures | None = None
-        self._reused: CapturedStep | None = (
-            None  # the capture for the first batch; None to make a new capture
-        )
+        # The kept capture for the first batch; None to make a new capture.
+        self._reused: CapturedStep | None = None
 
     def reuse(self, kept: KeptCaptures, batch_spec: BatchSpec) -> None:
         """Keep captures of the training step. For the first batch, use a kept capture if all processes have the same

@@ -59,7 +59,7 @@ from lightning_piper.strategy.spares._lightning import (
     SpareLauncher,
     end_fit,
     launching,
-    rehearsing,
+    warming_up,
 )
 from lightning_piper.strategy.spares.checks import check_spares
 
@@ -108,9 +108,8 @@ class OverProcesses(_lightning.Strategy):
             None  # copies of the state of a fit; None if no spare can continue it
         )
         self._captures: KeptCaptures | None = None  # None without spares, and before the first run
-        self._rehearses = (
-            False  # whether the fit is a dry run of a spare, which ends when the step is captured
-        )
+        # Whether the fit is the warm-up of a spare, which ends when the step is captured.
+        self._warms_up = False
         self._keeps_memory = False  # whether this run has called `keep_freed_memory`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,7 +192,7 @@ class OverProcesses(_lightning.Strategy):
         size = self._program_size
         first = self._local_replica * size
         members = range(first, first + size)
-        kind = SoleWorld if self._rehearses else World
+        kind = SoleWorld if self._warms_up else World
         return kind(self.global_rank - first, size, self.root_device, self._timeout, replicas, members)
 
     @property
@@ -270,7 +269,7 @@ class OverProcesses(_lightning.Strategy):
         # Lightning's launcher divides the cores only in the process that starts all other processes.
         _lightning.divide_cores(self.num_processes)
         self.set_world_ranks()
-        if self._rehearses:
+        if self._warms_up:
             return
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
@@ -326,7 +325,7 @@ class OverProcesses(_lightning.Strategy):
         before = BeforeFit(trainer)
         if SPARE in os.environ:
             if spares.wait_to_prepare():
-                self._rehearse(trainer, enter)
+                self._warm_up(trainer, enter)
                 before.restore()
             rank, path = spares.wait_for_rank(), MEMORY
             if rank is None:
@@ -347,16 +346,16 @@ class OverProcesses(_lightning.Strategy):
             self._copies = self._captures = None
             spares.end()
 
-    def _rehearse(self, trainer: pl.Trainer, enter: Callable[[str | None], object]) -> None:
+    def _warm_up(self, trainer: pl.Trainer, enter: Callable[[str | None], object]) -> None:
         """In a spare, begin the fit without the other processes, and end it when the step is captured. So the step need
         not be captured when this process takes a rank."""
-        self._rehearses = True
+        self._warms_up = True
         try:
-            with rehearsing(trainer):
+            with warming_up(trainer):
                 self._failed = True
                 enter("")
         finally:
-            self._rehearses = False
+            self._warms_up = False
         gc.collect()  # now, and not while other processes wait for this one
 
     def _is_watched(self) -> bool:

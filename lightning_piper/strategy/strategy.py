@@ -55,7 +55,7 @@ from lightning_piper.strategy.loading.skipped_epochs import check_skips, returns
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
 from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.saving import SavingStrategy
-from lightning_piper.strategy.spares._lightning import Rehearsed
+from lightning_piper.strategy.spares._lightning import WarmedUp
 from lightning_piper.strategy.spares.checks import checked_spares
 
 
@@ -365,7 +365,7 @@ class PiperStrategy(SavingStrategy):
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
         """Run the training step uncaptured from now on, and log `why`. `captures` are the captures of this
         step that have run in the fit; empty if there were none. Collective."""
-        self._end_rehearsal()
+        self._end_warm_up()
         self._times = None
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
@@ -384,7 +384,7 @@ class PiperStrategy(SavingStrategy):
         state = start.resumed(optimizer)
         plugin, verify, before = self.precision_plugin, self._verify, start.standalone
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
-            check = self._end_rehearsal if self._rehearses else check
+            check = self._end_warm_up if self._warms_up else check
             accumulate, kept = self._accumulate, self._captures
             fit = Fit(module, before, batch, verify, optimizer, names, plugin, accumulate, check, kept)
         fit.in_part.before = self._settle
@@ -400,10 +400,10 @@ class PiperStrategy(SavingStrategy):
         if rounds is not None and fit.recording is not None:
             fit.recording.exchanged = rounds.nbytes
 
-    def _end_rehearsal(self, *given: object) -> None:
-        """End the fit here if it is a dry run."""
-        if self._rehearses:
-            raise Rehearsed
+    def _end_warm_up(self, *given: object) -> None:
+        """End the fit here if it is a warm-up."""
+        if self._warms_up:
+            raise WarmedUp
 
     def _rounds(self, fit: Fit) -> Rounds | None:
         """Return the exchanges of a fit under local SGD, after all replicas have the same parameters, or the

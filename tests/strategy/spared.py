@@ -68,7 +68,7 @@ ADDING = "adding"  # a part of a divided sum is written
 # Entries of the result of `train` that a loss does not change.
 RESULTS = ("steps", "rate", "scale", "score", "logged")
 BEFORE_BATCH = ("data", "copy", "copied")
-REHEARSED = "rehearsed"
+WARM = "warm"
 PARTS = 8  # as many parts as a batch has at least, under divided sums
 
 
@@ -230,8 +230,8 @@ class Losing(L.Callback):
 
     def lose(self) -> None:
         """Send the signal to this process. Like Ctrl-C, SIGINT goes to all processes of the training, also spares."""
-        if (rehearsed := self.folder / REHEARSED).exists():
-            rehearsed.open().close()  # a pipe that the spare opens
+        if (warm := self.folder / WARM).exists():
+            warm.open().close()  # a pipe that the spare opens
         alone = self.signaled != "SIGINT"
         all_ranks = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
         for process in [os.getpid()] if alone else map(int, all_ranks):
@@ -353,26 +353,26 @@ class Alive:
         return self.ended
 
 
-def rehearse(folder: Path, module: Net, otherwise: bool) -> list[bool]:
-    """Let a spare open a pipe when it has rehearsed. Return a list of whether each fit uses a kept capture.
+def warm_up(folder: Path, module: Net, otherwise: bool) -> list[bool]:
+    """Let a spare open a pipe when it is warm. Return a list of whether each fit uses a kept capture.
 
     Args:
-        otherwise: Whether the module has a hook in the rehearsal, which it does not have later.
+        otherwise: Whether the module has a hook in the warm-up, which it does not have later.
     """
-    own, reuse, reused = OverProcesses._rehearse, Programs.reuse, list[bool]()
+    own, reuse, reused = OverProcesses._warm_up, Programs.reuse, list[bool]()
 
-    def rehearsing(*given: Any) -> None:
+    def warming_up(*given: Any) -> None:
         hook = module.first.register_forward_hook(lambda *args: None) if otherwise else None
         own(*given)
         if hook is not None:
             hook.remove()
-        Path(folder, REHEARSED).open("w").close()
+        Path(folder, WARM).open("w").close()
 
     def reusing(programs: Programs, *given: Any) -> None:
         reuse(programs, *given)
         reused.append(programs._reused is not None)
 
-    OverProcesses._rehearse, Programs.reuse = rehearsing, reusing  # type: ignore[method-assign]
+    OverProcesses._warm_up, Programs.reuse = warming_up, reusing  # type: ignore[method-assign]
     return reused
 
 
@@ -473,7 +473,7 @@ def train(
     norms = kind.startswith(("replicas", "zero", "stages"))
     special = kind.startswith("uncaptured"), norms, kind == "unfreezes", kind == "stages frozen"
     module = Manual() if manual else Net(*special)
-    reused = rehearse(folder, module, kind.endswith("otherwise")) if kind.startswith(REHEARSED) else []
+    reused = warm_up(folder, module, kind.endswith("otherwise")) if kind.startswith(WARM) else []
     callbacks: list[L.Callback] = [history := History(), save]
     if kind in CALLBACKS:
         callbacks.append(CALLBACKS[kind]())

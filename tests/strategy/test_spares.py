@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.processes import LIMIT, Ended, launch_trainings, run_ranks
 from tests.strategy import series, spared_by_torchrun
 from tests.strategy.scenarios import equal, popen
-from tests.strategy.spared import ALONG_AXES, MOMENTS, REHEARSED, RESULTS, Loss, train, train_along_axes
+from tests.strategy.spared import ALONG_AXES, MOMENTS, RESULTS, WARM, Loss, train, train_along_axes
 
 
 def lose(folder: Path, size: int, moment: str, kind: str = "") -> list[Ended]:
@@ -126,14 +126,14 @@ def test_a_process_is_lost_in_any_call(seed, tmp_path):
     check(lose(tmp_path / "lost", 3, str(call)), wanted[0])
 
 
-@pytest.mark.parametrize("kind", ["rehearsed", "rehearsed otherwise"])
+@pytest.mark.parametrize("kind", ["warm", "warm otherwise"])
 def test_captures_are_used_again(kind, wanted, tmp_path):
     """The spare has captured the step before. All processes capture it again if its module was another one then."""
     (tmp_path / "lost").mkdir()
-    os.mkfifo(tmp_path / "lost" / REHEARSED)
+    os.mkfifo(tmp_path / "lost" / WARM)
     ends = lose(tmp_path / "lost", 2, "update", kind)
     check(ends, wanted)
-    last = kind == "rehearsed"
+    last = kind == "warm"
     assert (ends[0].result["reused"], ends[2].result["reused"]) == ([False, last], [False, last])
 
 

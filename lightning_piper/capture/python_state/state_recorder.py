@@ -92,9 +92,8 @@ class StateRecorder:
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
         self._classes: set[type] = set()  # classes whose descriptors were visited
-        self._noted: set[tuple[int, str]] = (
-            set()
-        )  # (id of an object, name of an attribute that has its guards)
+        # (id of an object, name of an attribute that has its guards)
+        self._noted: set[tuple[int, str]] = set()
         # The trace does not run the code of metric objects.
         inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
         for path, part in module.named_modules():

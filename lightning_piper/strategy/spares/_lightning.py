@@ -235,13 +235,13 @@ class BeforeFit:
         self._trainer.accumulate_grad_batches = self._accumulated
 
 
-class Rehearsed(Exception):
-    """A dry run has captured the step."""
+class WarmedUp(Exception):
+    """The warm-up of a spare has captured the step."""
 
 
 @contextmanager
-def rehearsing(trainer: pl.Trainer) -> Iterator[None]:
-    """Return a context in which a fit, without its sanity check, is a dry run: its errors have no consequences, and it
+def warming_up(trainer: pl.Trainer) -> Iterator[None]:
+    """Return a context in which a fit, without its sanity check, is a warm-up: its errors have no consequences, and it
     ends with the context."""
     checks, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
     try:
