@@ -55,6 +55,7 @@ def test_an_import_loads_almost_nothing() -> None:
     assert printed("import lightning_piper", SHOW) == [
         "lightning_piper",
         "lightning_piper.common",
+        "lightning_piper.common.garbage_collection",
         "lightning_piper.common.lazy_imports",
         "lightning_piper.strategy",
     ]
