@@ -1,13 +1,15 @@
 """Measures one process's time from a captured step to its checked plan, by the number of devices.
 
-The program has 16 stages, 64 microbatches and ZeRO-3. Times are CPU seconds of one core. Further cases:
+The program has 16 stages, 64 microbatches and ZeRO-3. Times are CPU seconds of one core.
+
+    python benchmarks/plans.py [--replicas 8 64 1024] [--nodes] [--llama] [--tensor] [--deepseek] [--layers 126]
+
+Further cases:
 
 - `--nodes`: the same program with 6,250 microbatches, the most that Piper accepts. It has 775,000 nodes
 - `--llama`: from nothing to a checked plan for Llama-3-405B on 16 stages of 8 replicas
 - `--tensor`: the same on 16 stages of 128 replicas, each of 8 devices that shard the weights
 - `--deepseek`: the same for DeepSeek-V3 on 16 stages of 64 replicas, which divide the experts
-
-    python benchmarks/plans.py [--replicas 8 64 1024] [--nodes] [--llama] [--tensor] [--deepseek] [--layers 126]
 """
 
 from __future__ import annotations

@@ -168,21 +168,20 @@ class ProcessTransport:
             self._all = self.members(key)
         return self._all
 
-    def from_first(self, flag: bool) -> bool:
-        """Return the flag that the first rank passes, between two steps. Collective.
+    def any(self, flag: bool) -> bool:
+        """Return whether any device's process passes True, between two steps. Waits for all of them, so that no process
+        communicates further while another has left the loop. Collective.
 
         Raises:
             ExecutionError: The exchange failed.
         """
         try:
-            members = self._between_steps()
-            if isinstance(members.messages, SharedMessages):
-                return members.messages.from_first(flag)
-            told = torch.tensor([int(flag)])
-            dist.broadcast(told, group=members.group, group_src=0)
+            messages = self._between_steps().messages
+            if isinstance(messages, SharedMessages):
+                return messages.any(flag)
         except RuntimeError as error:
             raise self._failed(error) from error
-        return bool(told)
+        return bool(self.sum(torch.tensor([int(flag)])))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small tensor over all devices, between two steps. The sum may use the

@@ -311,7 +311,7 @@ class ProcessRuntime:
         carry the flag without a wait of the host, or not to all processes. Collective."""
         if self._settings.everywhere is not None or self._world.device.type != "cpu":
             return True
-        return self._transport is not None and self._transport.from_first(flag)
+        return self._transport is not None and self._transport.any(flag and self._world.rank == 0)
 
     @contextlib.contextmanager
     def run_watched(

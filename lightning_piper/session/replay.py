@@ -138,7 +138,8 @@ class Replay:
             # Replicas whose batches cannot be cut have equal weights on all processes, regardless of the
             # sizes of their tensors.
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
-            kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
+            if kwargs.get("batch_size") is None:
+                kwargs["batch_size"] = compiled.dag.replicas if apart else compiled.dag.size
             kwargs["reduce_fx"] = log.reduce
             if firsts is not None:
                 kwargs["sync_dist"] = _sync_dist(log.kwargs, compiled.step.name)

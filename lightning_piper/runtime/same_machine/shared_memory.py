@@ -140,24 +140,16 @@ class SharedMessages(Messages):
         work = self._inboxes[rank].receive_bytes(_bytes(note))
         return Incoming(work, note, self._files[rank], self._own)
 
-    def meet(self) -> None:
-        """Wait for all members. Collective."""
-        rooms = [inbox.receive_bytes(memoryview(bytearray(1))) for inbox in self._inboxes.values()]
-        for work in [*rooms, *self._send_to_all(bytes(1))]:
+    def any(self, flag: bool) -> bool:
+        """Return whether a member passes True. Waits for all members. Collective."""
+        rooms = [bytearray(1) for _ in self._inboxes]
+        inboxes = zip(self._inboxes.values(), rooms, strict=True)
+        works: list[PendingWork] = [inbox.receive_bytes(memoryview(room)) for inbox, room in inboxes]
+        message = memoryview(bytes([flag]))
+        works += [work for outbox in self._outboxes.values() for work in outbox.send_bytes(message)]
+        for work in works:
             work.wait()
-
-    def from_first(self, flag: bool) -> bool:
-        """Return the flag of rank 0, which does not wait for the other members. Collective."""
-        if self._own == 0:
-            for work in self._send_to_all(bytes([flag])):
-                work.wait()
-            return flag
-        room = bytearray(1)
-        self._inboxes[0].receive_bytes(memoryview(room)).wait()
-        return bool(room[0])
-
-    def _send_to_all(self, message: bytes) -> list[PendingWork]:
-        return [work for outbox in self._outboxes.values() for work in outbox.send_bytes(memoryview(message))]
+        return flag or any(room[0] for room in rooms)
 
 
 def _bytes(note: Note) -> memoryview:
@@ -333,7 +325,7 @@ class DividedSum(SharedSum):
         self._add(total[begin:end], total[begin:end])
         for incoming in self._incoming.values():
             incoming.done()
-        self._messages.meet()  # all other parts are here
+        self._messages.any(False)  # all other parts are here
         for work in self._sent:
             work.wait()
 

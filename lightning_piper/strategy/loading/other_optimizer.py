@@ -25,7 +25,7 @@ class NamingOptimizers:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._optimizers = optimizers
+        self._named = optimizers
 
     def __enter__(self) -> None:
         pass
@@ -33,7 +33,7 @@ class NamingOptimizers:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, KeyError | TypeError):
             return
-        for optimizer in self._optimizers:
+        for optimizer in self._named:
             own = optimizer.optimizer if is_a(optimizer, LightningOptimizer) else optimizer
             others = _options_of_another(own, error)
             if others is not None and _raised_in(own, error):
