@@ -1,7 +1,10 @@
-"""A module may define `log` and `log_dict` itself, and call Lightning's with other names and values."""
+"""A module may define `log` and `log_dict` itself, and call Lightning's with other names and values. Names and values that
+guards do not watch are compared with the capture."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -55,11 +58,11 @@ class Dicts(Plain):
         super().log_dict({f"all/{name}": value for name, value in values.items()}, **kwargs)
 
 
-def logged(strategy: Any, cls: type[Plain], mixed: bool = False) -> dict[str, float]:
+def logged(strategy: Any, cls: type[Plain], mixed: bool = False, **options: Any) -> dict[str, float]:
     module = cls()
     module.mixed = mixed
     batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3)]
-    fit, _ = trainer(strategy, max_steps=3)
+    fit, _ = trainer(strategy, max_steps=3, **options)
     fit.fit(module, Batches(batches))
     return {name: float(value) for name, value in fit.callback_metrics.items()}
 
@@ -77,3 +80,26 @@ def test_its_names_and_values_are_those_of_one_device(cls: type[Plain]) -> None:
 def test_uncaptured_code_calls_it(cls: type[Plain]) -> None:
     program = piper.schedules.one_f_one_b(2, 2)
     assert logged(local(program), cls, True) == pytest.approx(logged("auto", cls), rel=1e-6)
+
+
+class OfFile(Plain):
+    """Logs a number that Piper's guards cannot watch."""
+
+    def on_train_start(self) -> None:
+        self.path = os.path.join(self.trainer.default_root_dir, "file")
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        with open(self.path, "w"):
+            pass
+        os.utime(self.path, (batch_idx, batch_idx))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("file", os.stat(self.path).st_mtime)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_logged_number_that_guards_do_not_watch_ends_the_capture(tmp_path: Path) -> None:
+    program = [piper.Place(filter={}, devices=[0])]
+    with pytest.warns(UserWarning, match=r"was self.log\('file', 0.0\) .* is self.log\('file', 1.0\)"):
+        found = logged(local(program), OfFile, default_root_dir=tmp_path)
+    assert found == pytest.approx(logged("auto", OfFile, default_root_dir=tmp_path), rel=1e-6)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ class TraceText:
     lines: tuple[str, ...]
     sources: tuple[str, ...]
     specs: tuple[tuple[TensorSpec, ...], ...]
+
+    def with_logs_of(self, other: TraceText) -> TraceText:
+        """Return this text with the logs and metric calls of another trace, whose graph is equal and was not made."""
+        count = len(self.specs)
+        return replace(
+            self, lines=self.lines[:count] + other.lines, sources=self.sources[:count] + other.sources
+        )
 
 
 def text_of(
@@ -69,13 +76,21 @@ def text_of(
     for log in traced.logs:
         constant = "" if log.constant is None or callable(log.constant) else repr(log.constant)
         lines.append(
-            f"self.log({log.name!r}, {constant}) {log.reduce} {sorted(map(str, log.kwargs.items()))}"
+            f"self.log({log.name!r}, {constant}) {log.reduce} {sorted(map(str, _fixed(log.kwargs).items()))}"
         )
         sources.append("")
     for event in traced.metrics.events:
-        lines.append(f"{event} after {event.after} logs")
+        shown = event if isinstance(event, MetricCall) else replace(event, kwargs=_fixed(event.kwargs))
+        lines.append(f"{shown} after {event.after} logs")
         sources.append(event.where if isinstance(event, MetricCall) else "")
     return TraceText(tuple(lines), tuple(sources), tuple(specs))
+
+
+def _fixed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments with the type in place of each value that is not of a plain type, such as a number that
+    may change from step to step."""
+    plain = (bool, int, float, str, type(None))
+    return {key: x if type(x) in plain else type(x) for key, x in kwargs.items()}
 
 
 def _laid_out(spec: TensorSpec) -> TensorSpec:

@@ -335,9 +335,8 @@ class CapturedStep:
         step, size, before, digest = self._first[0]
         with uncollected():
             traced, _, again = step._trace(size, {}, (), known=digest)
-        if digest is not None and again.digest == digest:
-            return
-        found = difference(before, text_of(traced))
+        is_same, now = digest is not None and again.digest == digest, text_of(traced)
+        found = difference(before, before.with_logs_of(now) if is_same else now)
         if found is not None:
             raise CaptureError(
                 f"{self.name} now differs from the captured step: {found}. It depends on something that "
