@@ -37,10 +37,10 @@ class KeptCaptures:
 
     def find(self, batch_spec: BatchSpec, context: Context) -> CapturedStep | None:
         """Return the latest capture for this batch and context that is still valid: the Python state and the module's
-        tensors are as at the capture. None if there is no such capture."""
+        tensors have not changed since. Return None if no capture is valid."""
         for step in reversed(self._steps):
-            alike = (step.batch_spec.key, step.context) == (batch_spec.key, context)
-            if alike and step.holds():
+            fits = (step.batch_spec.key, step.context) == (batch_spec.key, context)
+            if fits and step.holds():
                 return step
         return None
 

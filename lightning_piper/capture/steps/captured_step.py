@@ -220,7 +220,7 @@ class CapturedStep:
         return self._symbolic.others + len(self._symbolic.steps)
 
     def holds(self) -> bool:
-        """Return whether the step's Python state, and the specs of the module's tensors, are as at the capture."""
+        """Return whether the step's Python state and the specs of the module's tensors have not changed since the capture."""
         tensors = self.params, self.buffers, self.canonical, self._sharing
         return self.reads.hold() and named_tensors(self.module) == tensors
 
