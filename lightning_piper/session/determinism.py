@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import as_before
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.replaced_attribute import replaced_entries
 from lightning_piper.common.units import counted
 from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.ops.instruction import Instruction
@@ -215,14 +216,11 @@ def _logs_noted(module: nn.Module) -> Iterator[dict[str, bytes]]:
         if isinstance(value, torch.Tensor | bool | int | float):
             found[name] = digest([torch.as_tensor(value)])
 
-    logging = [part for part in module.modules() if hasattr(type(part), "log_dict")]
-    for part in logging:
-        vars(part)["log"] = log
-    try:
+    with ExitStack() as stack:
+        for part in module.modules():
+            if hasattr(type(part), "log_dict"):
+                stack.enter_context(replaced_entries(vars(part), {"log": log}))
         yield found
-    finally:
-        for part in logging:
-            vars(part).pop("log", None)
 
 
 def _compare(

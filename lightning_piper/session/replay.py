@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_piper.capture import BatchSpec
 from lightning_piper.capture.proxies.numbers import NumberProxy
-from lightning_piper.capture.tracing.captured_module import library_method
+from lightning_piper.capture.tracing.recorded_logs import library_method
 from lightning_piper.common.limits import kind_of
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
@@ -108,6 +108,9 @@ class Replay:
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
         logs = compiled.dag.code.logs
+        self._log, self._log_dict = (
+            library_method(type(compiled.step.module), name) for name in ("log", "log_dict")
+        )
         alike = _alike(compiled.dag, lambda log: _current(log.kwargs.get("batch_size")))
         # An uncaptured step has no logs here, because it makes its log calls itself.
         with compiled.step.context() if logs else contextlib.nullcontext():
@@ -163,7 +166,6 @@ class Replay:
         """
         if not self._repeats:
             return
-        log = library_method(type(module), "log")
         # The events at this process's batch size, because constant arguments (`weight=len(y)`) may depend on
         # the size.
         events = list(self._step.at(given.batch_spec.size).metrics.events)
@@ -174,7 +176,7 @@ class Replay:
                     self._repeat(module, events.pop(0), result, given)
                 for key, (number, factor) in numbers.items():
                     kwargs[key] = number.get() * factor
-                log(module, name, value(result), **kwargs)
+                self._log(module, name, value(result), **kwargs)
             for event in events:
                 self._repeat(module, event, result, given)
 
@@ -192,9 +194,9 @@ class Replay:
         else:
             value = module.get_submodule(event.value)
         if event.name is None:
-            library_method(type(module), "log_dict")(module, value, **kwargs)
+            self._log_dict(module, value, **kwargs)
         else:
-            library_method(type(module), "log")(module, event.name, value, **kwargs)
+            self._log(module, event.name, value, **kwargs)
 
     def _argument(self, name: str, result: StepResult, given: Given) -> torch.Tensor | None:
         """Return a tensor argument of a metric object; None on a process that does not have the argument."""

@@ -3,7 +3,9 @@ guards do not watch are compared with the capture."""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,63 @@ class Dicts(Plain):
         super().log_dict({f"all/{name}": value for name, value in values.items()}, **kwargs)
 
 
+class ByName(Plain):
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        L.LightningModule.log(self, f"train/{name}", value, **kwargs)
+
+
+class Alias(Plain):
+    note = L.LightningModule.log
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.note(f"train/{name}", value, **kwargs)
+
+
+class Kept(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: Any = functools.partial(self.log, on_epoch=True)
+
+
+class KeptInLambda(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        own = self.log
+        self.log: Any = lambda name, value, **kwargs: own(f"train/{name}", value, **kwargs)
+
+
+class Noted(nn.Linear):
+    def __init__(self, log: Callable[..., None]) -> None:
+        super().__init__(4, 4, dtype=torch.float64)
+        self.note = log
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        self.note("mean", made.mean())
+        return made
+
+
+class KeptInSubmodule(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Noted(self.log)
+
+
+class KeptForTheEnd(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = self.log
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.note("kept", loss)
+        return loss
+
+
+class Partial(Plain):
+    log: Any = functools.partialmethod(Plain.log, on_epoch=True)
+
+
 def logged(strategy: Any, cls: type[Plain], mixed: bool = False, **options: Any) -> dict[str, float]:
     module = cls()
     module.mixed = mixed
@@ -67,7 +126,7 @@ def logged(strategy: Any, cls: type[Plain], mixed: bool = False, **options: Any)
     return {name: float(value) for name, value in fit.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("cls", [AnyArguments, OfBase, TwoValues, Dicts])
+@pytest.mark.parametrize("cls", [AnyArguments, OfBase, TwoValues, Dicts, ByName])
 def test_its_names_and_values_are_those_of_one_device(cls: type[Plain]) -> None:
     expected = logged("auto", cls)
     assert expected.keys() != logged("auto", Plain).keys()
@@ -75,11 +134,26 @@ def test_its_names_and_values_are_those_of_one_device(cls: type[Plain]) -> None:
         assert logged(local(program, capture="always"), cls) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("cls", [AnyArguments, Dicts])
+@pytest.mark.parametrize("cls", [Alias, Kept, KeptInLambda, KeptInSubmodule, Partial])
+def test_a_log_method_that_was_read_before_runs_uncaptured(cls: type[Plain]) -> None:
+    expected = logged("auto", cls)
+    assert expected.keys() != logged("auto", Plain).keys()
+    with pytest.warns(UserWarning, match="calls a log method that was read before the step"):
+        found = logged(local([piper.Place(filter={}, devices=[0])]), cls)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("cls", [AnyArguments, Dicts, Kept, KeptInLambda])
 @pytest.mark.filterwarnings("ignore:.*captured in part")
 def test_uncaptured_code_calls_it(cls: type[Plain]) -> None:
     program = piper.schedules.one_f_one_b(2, 2)
     assert logged(local(program), cls, True) == pytest.approx(logged("auto", cls), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in part")
+def test_uncaptured_code_of_one_stage_does_not_call_a_log_method_that_was_read_before() -> None:
+    with pytest.raises(piper.PiperError, match="calls a log method that was read before the step"):
+        logged(local(piper.schedules.one_f_one_b(2, 2)), KeptForTheEnd, True)
 
 
 class OfFile(Plain):

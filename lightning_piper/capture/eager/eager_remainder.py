@@ -27,6 +27,8 @@ from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.torch_private._torch_communication import without_communication
+from lightning_piper.capture.tracing.recorded_logs import refusing_own_log
+from lightning_piper.capture.user_code.replaced_attribute import replaced_entries
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
 from lightning_piper.common.limits import kind_of
 from lightning_piper.common.units import counted
@@ -467,14 +469,12 @@ class EagerRemainder:
                 (self._module, {"all_gather": refuse}),
                 *([] if strategy is None else [(strategy, together)]),
             ]
-        for owner, members in stand_ins:
-            vars(owner).update(members)
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
             for owner, members in stand_ins:
-                for name in members:
-                    del vars(owner)[name]
+                stack.enter_context(replaced_entries(vars(owner), members))
+            if not self.everywhere:
+                stack.enter_context(refusing_own_log(self._module, "training_step"))
+            yield
 
     def _communication_refused(self) -> contextlib.AbstractContextManager[None]:
         """Within this context, collectives of torch raise an error, because the code would wait for processes

@@ -4,7 +4,6 @@ parameters and buffers by fake tensors."""
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from lightning_piper.capture.python_state.state_protection import changes
 from lightning_piper.capture.python_state.state_recorder import is_library
 from lightning_piper.capture.python_state.trainer_proxy import ObjectReads
 from lightning_piper.capture.torch_private._torch_calls import fake_like
+from lightning_piper.capture.tracing.recorded_logs import recording_logs
 
 if TYPE_CHECKING:
     from lightning_piper.capture.tracing.step_trace import TracedStep
@@ -27,40 +27,13 @@ _OWN_CLASS = vars(object)["__class__"].__set__  # sets the class of an object wh
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
-    """Within this context, a subclass replaces the class of the module. Calls of Lightning's `log` and `log_dict` go
-    to `step`. A `log` that the user's class defines runs as a part of the step. If the step records its reads, the
-    subclass also watches reads of `trainer`. Calls of metric objects go to `step.metrics`.
+    """Within this context, a subclass replaces the class of the module. If the step records its reads, the subclass
+    watches reads of `trainer`. Calls of `self.log` go to `step`, and calls of metric objects to `step.metrics`.
 
     Raises:
         CaptureError: the step has set a new attribute of the module's class. Raised at the end.
     """
     cls = type(module)
-
-    def bound(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Return (name, value) of each argument of a call of Lightning's method."""
-        given = inspect.signature(library_method(cls, name)).bind(module, *args, **kwargs).arguments
-        return [*given.items()][1:]
-
-    def log(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        (_, name), (_, value), *call = bound("log", args, kwargs)
-        step.log(name, value, dict(call))
-
-    def log_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Record the result of a metric collection as one value, or each entry of any other dict."""
-        (_, values), *call = bound("log_dict", args, kwargs)
-        if (known := step.metrics.known(values)) is not None:
-            step.metrics.log(None, known, dict(call), len(step.logs))
-            return
-        for name, value in values.items():
-            self.log(name=name, value=value, **dict(call))
-
-    bases: tuple[type, ...] = (cls,)
-    if hasattr(cls, "log"):
-        # In the order of bases, the recorder comes after the user's classes and before Lightning's.
-        owner = _library_class(cls, "log")
-        methods = {"log": log, "log_dict": log_dict, "__module__": cls.__module__}
-        recorder = type(cls.__name__, (owner,), methods)
-        bases = (recorder,) if owner is cls else (cls, recorder)
     members: dict[str, Any] = {}
     attached, reads = getattr(cls, "trainer", None), step.reads
     if reads is not None and isinstance(attached, property) and attached.fget is not None:
@@ -77,28 +50,21 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         "__class__": property(lambda self: cls, _OWN_CLASS),
         STANDS_FOR: cls,
     }
-    stand_in = type(cls.__name__, bases, members)
+    stand_in = type(cls.__name__, (cls,), members)
     before = set(vars(stand_in))
     module.__class__ = stand_in
     try:
-        with intercepting_calls(
-            module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)
+        with (
+            recording_logs(module, step),
+            intercepting_calls(
+                module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)
+            ),
         ):
             yield
     finally:
         module.__class__ = cls
     if written := set(vars(stand_in)) - before:
         raise changes(step.name, f"{cls.__name__}.{min(written)}")
-
-
-def library_method(cls: type, name: str) -> Any:
-    """Return Lightning's method, even if the user's class overrides it."""
-    return vars(_library_class(cls, name))[name]
-
-
-def _library_class(cls: type, name: str) -> type:
-    """Return the last of a class and its bases that defines `name`."""
-    return [base for base in cls.__mro__ if name in vars(base)][-1]
 
 
 def _loggers_of_trainer(cls: type) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -27,6 +27,20 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+@contextlib.contextmanager
+def replaced_entries(owner: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
+    """Within this context, a dict, such as the attributes of an object, also has these entries. At the end, the
+    original entries return."""
+    before = {name: owner[name] for name in entries if name in owner}
+    owner.update(entries)
+    try:
+        yield
+    finally:
+        for name in entries:
+            owner.pop(name, None)
+        owner.update(before)
 
 
 def checked_calls(
