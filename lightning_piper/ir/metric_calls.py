@@ -77,6 +77,7 @@ class MetricCall:
         tensors: Names of these tensors, among the outputs of kind `argument`.
         after: The number of `self.log` calls of the step that come before this call.
         where: The user's source line.
+        entries: Path in the arguments -> number, text, or another entry in place of a tensor or a value that changes.
     """
 
     metric: str
@@ -85,6 +86,7 @@ class MetricCall:
     tensors: tuple[str, ...]
     after: int
     where: str
+    entries: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.metric}.{self.method}({', '.join(self.tensors)})"

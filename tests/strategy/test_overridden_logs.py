@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 import lightning_piper as piper
 from tests.strategy.fitting import Batches, local, trainer
@@ -157,7 +158,11 @@ def test_uncaptured_code_of_one_stage_does_not_call_a_log_method_that_was_read_b
 
 
 class OfFile(Plain):
-    """Logs a number that Piper's guards cannot watch."""
+    """Logs a number that Piper's guards cannot watch, or passes it to a metric object."""
+
+    def __init__(self, weighs: bool = False) -> None:
+        super().__init__()
+        self.mean = MeanMetric() if weighs else None
 
     def on_train_start(self) -> None:
         self.path = os.path.join(self.trainer.default_root_dir, "file")
@@ -168,12 +173,48 @@ class OfFile(Plain):
         os.utime(self.path, (batch_idx, batch_idx))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log("file", os.stat(self.path).st_mtime)
-        return super().training_step(batch, batch_idx)
+        number, loss = os.stat(self.path).st_mtime, super().training_step(batch, batch_idx)
+        if self.mean is None:
+            self.log("file", number)
+        else:
+            self.mean.update(loss.detach(), weight=number + 1)
+            self.log("weighed", self.mean, on_step=False, on_epoch=True)
+        return loss
 
 
-def test_a_logged_number_that_guards_do_not_watch_ends_the_capture(tmp_path: Path) -> None:
+class Weighed(OfFile):
+    def __init__(self) -> None:
+        super().__init__(weighs=True)
+
+
+class WeighedByIndex(Weighed):
+    """Weighs by a number that Piper reads in each step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = Plain.training_step(self, batch, batch_idx)
+        assert self.mean is not None
+        self.mean.update(loss.detach(), weight=batch_idx + 1)
+        self.log("weighed", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("cls", "changed"),
+    [
+        (OfFile, r"was self.log\('file', 0.0\) .* is self.log\('file', 1.0\)"),
+        (Weighed, r"was self.mean.update\(.*weight'\]\": 1.0.* is self.mean.update\(.*weight'\]\": 2.0"),
+    ],
+)
+def test_a_number_that_guards_do_not_watch_ends_the_capture(
+    cls: type[Plain], changed: str, tmp_path: Path
+) -> None:
     program = [piper.Place(filter={}, devices=[0])]
-    with pytest.warns(UserWarning, match=r"was self.log\('file', 0.0\) .* is self.log\('file', 1.0\)"):
-        found = logged(local(program), OfFile, default_root_dir=tmp_path)
-    assert found == pytest.approx(logged("auto", OfFile, default_root_dir=tmp_path), rel=1e-6)
+    with pytest.warns(UserWarning, match=changed):
+        found = logged(local(program), cls, default_root_dir=tmp_path)
+    assert found == pytest.approx(logged("auto", cls, default_root_dir=tmp_path), rel=1e-6)
+
+
+def test_a_number_that_the_step_reads_as_an_input_may_change(tmp_path: Path) -> None:
+    program = [piper.Place(filter={}, devices=[0])]
+    found = logged(local(program, capture="always"), WeighedByIndex, default_root_dir=tmp_path)
+    assert found == pytest.approx(logged("auto", WeighedByIndex, default_root_dir=tmp_path), rel=1e-6)

@@ -80,7 +80,10 @@ def text_of(
         )
         sources.append("")
     for event in traced.metrics.events:
-        shown = event if isinstance(event, MetricCall) else replace(event, kwargs=_fixed(event.kwargs))
+        if isinstance(event, MetricCall):
+            shown = f"self.{event} {_fixed(event.entries)}"
+        else:
+            shown = str(replace(event, kwargs=_fixed(event.kwargs)))
         lines.append(f"{shown} after {event.after} logs")
         sources.append(event.where if isinstance(event, MetricCall) else "")
     return TraceText(tuple(lines), tuple(sources), tuple(specs))

@@ -119,7 +119,7 @@ class MetricRecorder:
         self.tensors += [x.detach().clone() for x in leaves]
         self._tensor_names += names
         self.use(spec.computed)
-        self._events.append(MetricCall(name, method, spec.rebuild, names, after, user_line()))
+        self._events.append(MetricCall(name, method, spec.rebuild, names, after, user_line(), spec.entries))
         computed = MetricResult(self._calls)
         self._calls += 1
         if method not in ("forward", "compute"):

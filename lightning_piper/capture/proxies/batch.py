@@ -138,7 +138,12 @@ class BatchSpec:
     @property
     def computed(self) -> list[Later]:
         """The results of metric objects that the structure holds."""
-        return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Later)]
+        return [item for item in self.entries.values() if isinstance(item, Later)]
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """Path -> entry of the skeleton, for all entries that are not containers."""
+        return dict(_walk(self.skeleton, ""))
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
         """Return the lists and objects of `carried`. These tensors are put into the lists."""
@@ -194,7 +199,7 @@ class BatchSpec:
     def described(self) -> dict[str, str]:
         """Return path -> short text for each tensor, constant, list and object of the batch. Messages use it to
         show what differs between two batches."""
-        return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
+        return {path: _short(item, self.specs) for path, item in self.entries.items()}
 
 
 def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchSpec]:
