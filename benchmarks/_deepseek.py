@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning as L
 import torch
 import torch.nn.functional as F
+from _stages import loss_in_stages
 from torch import Tensor, nn
 
 import lightning_piper as piper
@@ -98,19 +99,11 @@ class DeepSeek(L.LightningModule):
 
     def __init__(self, stages: int, layers: int, length: int) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed, self.stages = nn.Embedding(VOCABULARY, WIDTH), stages
         self.layers = nn.ModuleList(Layer(i < DENSE_LAYERS) for i in range(layers))
-        self.norm, self.stages = nn.RMSNorm(WIDTH), stages
+        self.head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(length, ROTATED))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x, count = batch[:, :-1], len(self.layers)
-        for stage in range(self.stages):
-            with piper.annotate("PP", stage):
-                x = self.embed(x) if stage == 0 else x
-                for layer in self.layers[stage * count // self.stages : (stage + 1) * count // self.stages]:
-                    x = layer(x, self.cos, self.sin)
-                if stage == self.stages - 1:
-                    return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
-        raise AssertionError
+        return loss_in_stages(self, batch, self.cos, self.sin)
