@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from _chain import Chain
 from _deepseek import DeepSeek
+from _stages import loss_in_stages
 from torch import Tensor, nn
 
 import lightning_piper as piper
@@ -36,7 +37,7 @@ from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.directives import Directive, parse
 from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.verify.hook import StaticCheck
+from lightning_piper.verify import check
 
 HEAD = (
     "| devices | nodes | instructions | capture s | program s | static check s | plan s | plan check s | "
@@ -78,15 +79,7 @@ class Llama(L.LightningModule):
         self.stages = stages
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x, count = batch[:, :-1], len(self.layers)
-        for stage in range(self.stages):
-            with piper.annotate("PP", stage):
-                x = self.embed(x) if stage == 0 else x
-                for layer in self.layers[stage * count // self.stages : (stage + 1) * count // self.stages]:
-                    x = layer(x)
-                if stage == self.stages - 1:
-                    return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
-        raise AssertionError
+        return loss_in_stages(self, batch)
 
 
 def zero3(stages: int, replicas: int, microbatches: int, bucket: float = 25.0) -> tuple[Directive, ...]:
@@ -122,23 +115,19 @@ def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
     """
     start = time.process_time()
     step = make()
-    times, checking, check = [time.process_time() - start], [0.0], StaticCheck()
+    times = [time.process_time() - start]
 
-    def after(*done: Any) -> None:
+    def timed(call: Callable[[], Any]) -> Any:
         begin = time.process_time()
-        check(*done)
-        checking[0] += time.process_time() - begin
+        made = call()
+        times.append(time.process_time() - begin)
+        return made
 
     with uncollected():
-        start = time.process_time()
-        dag = run_pipeline(prepared(step, program), program, after=after)
-        times += [time.process_time() - start - checking[0], checking[0]]
-        start = time.process_time()
-        plans = compile_plans(dag, len(dag.devices()) // 2)
-        times.append(time.process_time() - start)
-        start = time.process_time()
-        check_plans(plans.representatives, plans.image)
-        times.append(time.process_time() - start)
+        dag = timed(lambda: run_pipeline(prepared(step, program), program))
+        timed(lambda: check(dag, final=True))
+        plans = timed(lambda: compile_plans(dag, len(dag.devices()) // 2))
+        timed(lambda: check_plans(plans.representatives, plans.image))
     count = sum(len(plan.instructions) for plan in plans.representatives.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     shown = " | ".join(f"{t:.2f}" for t in (*times, sum(times[1:])))
