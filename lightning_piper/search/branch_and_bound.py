@@ -3,7 +3,8 @@ search.
 
 A branch is a set of candidates. The search divides branches in this order:
 
-    a layout (`Layout`)  ->  ZeRO levels, stages that recompute and offload (`Choice`)  ->  cuts (`Cuts`)
+    a family of layouts (`Family`)  ->  a layout (`Layout`)  ->
+          ZeRO levels, stages that recompute and offload (`Choice`)  ->  cuts (`Cuts`)
 
 The search tries the cuts of one choice in rounds. A round tries the cuts whose bound is below a limit, and
 this limit rises from round to round.
@@ -33,7 +34,7 @@ from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
 from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.report import CandidateRow, Found, reason
-from lightning_piper.search.space import Candidate, Layout, Space, shards_some
+from lightning_piper.search.space import Candidate, Family, Layout, Space, shards_some
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate.durations import Number
 
@@ -50,7 +51,7 @@ FIRST = 2000  # `_first` gives up after it has considered this many stages
 # Called after each branch of the first phase. Gets the number of estimated candidates, the lowest bound of
 # open branches, and the best objective so far (infinite: no candidate that fits is known).
 Progress = Callable[[int, float, float], None]
-_Branch = Layout | Choice | Cuts
+_Branch = Family | Layout | Choice | Cuts
 
 
 class _Exhausted(Exception):
@@ -78,7 +79,7 @@ class Search:
         self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
         self.over: list[tuple[Number, Candidate]] = []  # (bound, candidate) of candidates that do not fit
         self._budget = self._left = budget
-        # (bound, kind of branch with `Cuts` first, serial number, branch)
+        # (bound, kind of branch, serial number, branch)
         self._heap: list[tuple[Number, int, int, _Branch]] = []
         self._number = count()
         self.lowest: Number = INFINITE  # lowest bound of all skipped branches and candidates
@@ -98,14 +99,18 @@ class Search:
                 tried.
             known: A candidate of the space that fits (default: none is known).
         """
-        for layout in self.space.layouts():
-            self._layout(layout)
+        for family in self.space.families():
+            self._family(family)
         heapq.heapify(self._heap)
         if known is not None:
             self._improve(known)
         self._begin()
         self._refine()
-        while self._heap and self._left >= 0 and not self._is_excluded(self._heap[0][0]):
+        while (
+            self._heap
+            and not self._is_excluded(self._heap[0][0])
+            and (self._left >= 0 or isinstance(self._heap[0][-1], Family))  # a family costs nothing
+        ):
             bound, _, _, branch = heapq.heappop(self._heap)
             self._branch(bound, branch)
             if self.progress:
@@ -162,11 +167,11 @@ class Search:
         stages have one ZeRO level: the highest one, or the lowest but one. The cuts are even, and as many
         stages as necessary recompute or offload.
         """
-        degrees: dict[int, list[tuple[Number, Layout]]] = {}
+        families: dict[int, list[tuple[Number, Family]]] = {}
         for bound, _, _, branch in self._heap:
-            if isinstance(branch, Layout) and branch.stages * branch.microbatches <= PASSES:
-                degrees.setdefault(branch.tensor, []).append((bound, branch))
-        lowest = [item for group in degrees.values() for item in heapq.nsmallest(BEGIN, group)]
+            if isinstance(branch, Family) and branch.ranks * branch.microbatches <= PASSES:
+                families.setdefault(branch.tensor, []).append((bound, branch))
+        lowest = [item for group in families.values() for item in self._lowest(group)]
         # Try layouts with few passes first.
         for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):
             if self._is_excluded(bound) or self._is_excluded(self._raised(bound, layout)):
@@ -178,6 +183,17 @@ class Search:
                     if not self._is_excluded(self._even_ones[-1][0]):
                         self._improve(candidate)
         self._even_ones.sort()
+
+    def _lowest(self, families: list[tuple[Number, Family]]) -> list[tuple[Number, Layout]]:
+        """Return the `BEGIN` layouts of these families with the lowest bounds, with at most `PASSES` passes."""
+        found: list[tuple[Number, Layout]] = []
+        for bound, family in sorted(families):
+            if len(found) == BEGIN and found[-1][0] < bound:
+                break
+            few = (own for own in family.layouts() if own.stages * own.microbatches <= PASSES)
+            more = [(coarse, own) for own in few if (coarse := self._coarse(own)) < INFINITE]
+            found = heapq.nsmallest(BEGIN, found + more)
+        return found
 
     def _refine(self) -> None:
         """Try the neighbors of the best candidates, and move to each neighbor that is better.
@@ -265,7 +281,9 @@ class Search:
     def _leave(self, why: str, branch: _Branch) -> None:
         """Add the number of candidates of a skipped branch to `cut[why]`. Cuts that were tried before
         do not count again."""
-        if isinstance(branch, Layout):
+        if isinstance(branch, Family):
+            self.cut[why] += self.space.candidates_of(branch)
+        elif isinstance(branch, Layout):
             self.cut[why] += self.space.candidates(branch)
         elif isinstance(branch, Choice):
             self.cut[why] += branch.kinds * self.space.cuts(branch.layout)
@@ -273,25 +291,39 @@ class Search:
             self.cut[why] += branch.left
 
     def _push(self, bound: Number, branch: _Branch) -> None:
-        """Put a branch into the heap. Of branches with the same bound, `Cuts` come first and layouts last."""
-        depth = (Layout, Choice, Cuts).index(type(branch))
-        heapq.heappush(self._heap, (bound, -depth, next(self._number), branch))
+        """Put a branch into the heap. Of branches with the same bound, families come first, then `Cuts`, choices
+        and layouts."""
+        kind = (Family, Cuts, Choice, Layout).index(type(branch))
+        heapq.heappush(self._heap, (bound, kind, next(self._number), branch))
 
-    def _layout(self, layout: Layout) -> None:
-        """Add a layout to the branches with its coarse bound, or skip and count it if it cannot fit. `run` then
-        makes a heap of the branches."""
-        self._size += self.space.candidates(layout)
-        coarse = self.coarse.memory(layout)
-        if coarse > self.space.memory:
-            self._leave("memory", layout)
+    def _family(self, family: Family) -> None:
+        """Add a family to the branches with its coarse bound, or skip and count it if none of its layouts can fit.
+        `run` then makes a heap of the branches."""
+        self._size += self.space.candidates_of(family)
+        time, memory = self.coarse.least_of(family)
+        if memory > self.space.memory:
+            self._leave("memory", family)
         else:
-            bound = coarse if self.by_memory else self.coarse.time(layout)
-            self._heap.append((bound, 0, next(self._number), layout))
+            self._heap.append((memory if self.by_memory else time, 0, next(self._number), family))
+
+    def _coarse(self, layout: Layout) -> Number:
+        """Return the coarse bound of a layout; infinite if it cannot fit."""
+        memory = self.coarse.memory(layout)
+        if memory > self.space.memory:
+            return INFINITE
+        return memory if self.by_memory else self.coarse.time(layout)
 
     def _branch(self, bound: Number, branch: _Branch) -> None:
         """Expand a branch. A layout or choice that comes here for the first time only gets a higher bound, if
         `joint_bounds` has one, and returns to the heap."""
-        if isinstance(branch, Cuts):
+        if isinstance(branch, Family):
+            for layout in branch.layouts():
+                coarse = self._coarse(layout)
+                if coarse < INFINITE:
+                    self._push(coarse, layout)
+                else:
+                    self._leave("memory", layout)
+        elif isinstance(branch, Cuts):
             self._enumerate(bound, branch)
         elif branch not in self._looked_at:
             self._looked_at.add(branch)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.links import ring
-from lightning_piper.search.space import Layout
+from lightning_piper.search.space import Family, Layout
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate.durations import Number
 
@@ -107,7 +107,7 @@ class Coarse:
         """Return a lower bound of the bytes of the fullest device: the mean over the ranks of the bytes of
         parameters, gradients and optimizer states. All stages have the highest ZeRO level that the space
         allows. Activations do not count."""
-        level = max(self._space.levels_of(layout))[0]
+        level = max(self._space.levels) if layout.replicas > 1 else 0
         return self._memories(layout.tensor, layout.routed, layout.shard_size, layout.ranks, level)
 
     def _memory_of(self, tensor: int, routed: int, shard_size: int, ranks: int, level: int) -> Number:
@@ -120,3 +120,11 @@ class Coarse:
 
         parts = nbytes(level == 3, trained=False), nbytes(level > 1), states * nbytes(level > 0)
         return sum(parts) * (1 + self._space.margin) / ranks
+
+    def least_of(self, family: Family) -> tuple[Number, Number]:
+        """Return a lower bound of the seconds, and one of the bytes, of all layouts of a family."""
+        # The bound of split backward passes is the lowest, and groups of replicas only need more bytes.
+        fastest = min(family.schedules, key=lambda own: (not SEARCHED[own[0]].split, own[1] == 1))
+        plain = tuple(numbering for numbering in family.numberings if numbering[2] == 1)
+        layouts = list(family._replace(schedules=(fastest,), numberings=plain).layouts())
+        return self.time(layouts[0]), min(map(self.memory, layouts))

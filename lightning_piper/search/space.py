@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, product
 from typing import NamedTuple
-
-import numpy as np
 
 from lightning_piper.common.limits import DEVICES, integer, is_number, shown
 from lightning_piper.errors import SearchError
@@ -35,7 +33,6 @@ _UNITS = {  # unit of a size -> bytes
         for i in ("", "i")
     },
 }
-_Numberings = list[tuple[bool, list[int]]]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -91,6 +88,29 @@ class Layout(NamedTuple):
     @property
     def devices(self) -> int:
         return self.ranks * self.replicas * self.tensor
+
+
+class Family(NamedTuple):
+    """A set of layouts with equal numbers of ranks, replicas, devices along the tensor axis, and microbatches.
+
+    Attributes:
+        ranks, replicas, tensor, microbatches: These numbers; see `Layout`.
+        schedules: (name, stages on each rank) of each schedule of the layouts.
+        numberings: (`routed`, `data_inside`, `groups`) of the layouts with each of these schedules.
+    """
+
+    ranks: int
+    replicas: int
+    tensor: int
+    microbatches: int
+    schedules: tuple[tuple[str, int], ...]
+    numberings: tuple[tuple[int, bool, int], ...]
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield the layouts."""
+        ranks, replicas, tensor, microbatches, schedules, numberings = self
+        for (name, per_rank), (routed, inside, groups) in product(schedules, numberings):
+            yield Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, inside, groups)
 
 
 class Candidate(NamedTuple):
@@ -168,56 +188,63 @@ class Space:
             )
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield each layout once.
+        """Yield each layout once."""
+        return (layout for family in self.families() for layout in family.layouts())
+
+    def families(self) -> Iterator[Family]:
+        """Yield each family of layouts once.
 
         All microbatches of all replicas have the same whole number of samples. This number is at least
         `Workload.least`, and at least the number in `Workload.least_divided` for the size of the tensor axis.
         If the step mixes samples, there is one microbatch.
         """
+        work, schedules_of = self.workload, functools.cache(self._schedules)
         for tensor in self._degrees():
-            least = max(self.workload.least, self.workload.least_divided.get(tensor, 1))
-            for replicas in _divisors(self.workload.samples, self.devices // tensor):
-                numberings = functools.cache(functools.partial(self._numberings, tensor, replicas))
-                for microbatches in _divisors(
-                    self.workload.samples // replicas, 1 if self.workload.meets else None
-                ):
-                    samples = self.workload.samples // replicas // microbatches
-                    if samples >= least and all(b.at(samples, tensor) for b in self.workload.blocks):
-                        yield from self._layouts(tensor, replicas, microbatches, numberings)
+            least = max(work.least, work.least_divided.get(tensor, 1))
+            for replicas in _divisors(work.samples, self.devices // tensor):
+                most = min(len(work.blocks), self.devices // tensor // replicas, self.ranks or self.devices)
+                numberings = [
+                    (ranks, self._numberings(ranks, replicas, tensor))
+                    for ranks in range(1, most + 1)
+                    if not self.all_devices or ranks * tensor * replicas == self.devices
+                ]
+                for microbatches in _divisors(work.samples // replicas, 1 if work.meets else None):
+                    samples = work.samples // replicas // microbatches
+                    if samples >= least and all(b.at(samples, tensor) for b in work.blocks):
+                        for ranks, numbered in numberings:
+                            schedules = schedules_of(ranks, microbatches)
+                            if schedules:
+                                yield Family(ranks, replicas, tensor, microbatches, schedules, numbered)
 
-    def _layouts(
-        self, tensor: int, replicas: int, microbatches: int, numberings: Callable[[int], _Numberings]
-    ) -> Iterator[Layout]:
-        """Yield the layouts with this many tensor-parallel devices, replicas and microbatches. `numberings` maps the
-        number of ranks to the result of `_numberings`."""
-        blocks = len(self.workload.blocks)
+    def _schedules(self, ranks: int, microbatches: int) -> tuple[tuple[str, int], ...]:
+        """Return the schedules to consider for these numbers, as in `Family`. With one microbatch, leave out each
+        schedule that has the same passes as a different schedule of the space (`alike`)."""
+        return tuple(
+            (name, per_rank)
+            for name in self.schedules
+            if microbatches > 1 or SEARCHED[name].alike not in self.schedules
+            for per_rank in SEARCHED[name].per_rank
+            if ranks * per_rank <= len(self.workload.blocks)
+            and is_possible(name, per_rank, ranks, microbatches)
+        )
+
+    def _numberings(self, ranks: int, replicas: int, tensor: int) -> tuple[tuple[int, bool, int], ...]:
+        """Return the numberings to consider for these numbers, as in `Family`."""
         degrees = _divisors(replicas) if any(block.routed for block in self.workload.blocks) else [1]
-        most = min(blocks, self.devices // tensor // replicas, self.ranks or self.devices)
-        for ranks in range(1, most + 1):
-            if self.all_devices and ranks * tensor * replicas != self.devices:
-                continue
-            for name in self._different(microbatches):
-                for per_rank in SEARCHED[name].per_rank:
-                    if ranks * per_rank <= blocks and is_possible(name, per_rank, ranks, microbatches):
-                        for routed in degrees:
-                            for data_inside, groups in numberings(ranks):
-                                plain = Layout(
-                                    name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside
-                                )
-                                yield plain
-                                for n in groups:
-                                    if plain.shard_size // n % routed == 0:
-                                        yield plain._replace(groups=n)
-
-    def _numberings(self, tensor: int, replicas: int, ranks: int) -> _Numberings:
-        """Return each `Layout.data_inside` to consider, with the numbers of groups of replicas."""
         # If all devices are equally far apart, the numbering of the devices does not matter.
         last = ranks * replicas * tensor - 1
         far = ranks > 1 and replicas > 1 and self.hardware.link(0, last) != self.hardware.link(0, 1)
-        return [
-            (inside, self._groups(Layout("", 1, ranks, replicas, tensor, 1, 1, inside)))
+        divided = [
+            (inside, [1, *self._groups(Layout("", 1, ranks, replicas, tensor, 1, 1, inside))])
             for inside in ((True, False) if far else (True,))
         ]
+        return tuple(
+            (routed, inside, groups)
+            for routed in degrees
+            for inside, found in divided
+            for groups in found
+            if groups == 1 or replicas // groups % routed == 0
+        )
 
     def _groups(self, layout: Layout) -> list[int]:
         """Return the numbers of groups into which the search divides the replicas of a layout, above 1.
@@ -228,27 +255,19 @@ class Space:
         links, n = self.hardware.links, layout.replicas
         if not any(self.levels) or n == 1 or len(links) == 1:
             return []
-        step = layout.device(1, 0) - layout.device(0, 0)
-        begins = np.array([layout.device(0, rank) for rank in range(layout.ranks)])[:, None]
 
         def level(size: int) -> int:
             """Return the index of the nearest link that joins each group of this many replicas, or of the last
             link."""
-            first = begins + step * np.arange(0, n, size)
-            last = first + step * (size - 1) + layout.tensor - 1
-            joined = (k for k, (m, _) in enumerate(links[:-1]) if (first // m == last // m).all())
+            # The groups lie in runs of consecutive devices. The groups of one run overlap each other, or there is
+            # only one.
+            run = layout.tensor * size * (1 if layout.data_inside else layout.ranks)
+            joined = (k for k, (m, _) in enumerate(links[:-1]) if m >= layout.devices or m % run == 0)
             return next(joined, len(links) - 1)
 
         whole = level(n)
         near = [size for size in _divisors(n)[1:-1] if level(size) < whole]
         return [n // size for size in near if links[level(size)][1] != links[whole][1]]
-
-    def _different(self, microbatches: int) -> list[str]:
-        """Return the schedules to consider. With one microbatch, leave out each schedule that has the same
-        passes as a different schedule of the space (`alike`)."""
-        if microbatches > 1:
-            return list(self.schedules)
-        return [name for name in self.schedules if SEARCHED[name].alike not in self.schedules]
 
     def _degrees(self) -> list[int]:
         """Return the sizes of the tensor axis for which every block has costs, up to the number of
@@ -292,6 +311,10 @@ class Space:
         return {}
 
     @functools.cached_property
+    def _known_sizes(self) -> dict[tuple[object, ...], int]:
+        return {}
+
+    @functools.cached_property
     def _tied(self) -> list[list[int]]:
         """For each trained parameter that several blocks use, the indices of these blocks."""
         users: dict[str, list[int]] = {}
@@ -325,6 +348,14 @@ class Space:
         """Return the number of candidates with this layout."""
         return self._counted(layout)[1]
 
+    def candidates_of(self, family: Family) -> int:
+        """Return the number of candidates with the layouts of a family."""
+        plain = sum(groups == 1 for _, _, groups in family.numberings)
+        key = family.ranks, family.replicas > 1, family.schedules, plain, len(family.numberings)
+        if key not in self._known_sizes:
+            self._known_sizes[key] = sum(map(self.candidates, family.layouts()))
+        return self._known_sizes[key]
+
     def _count(self, layout: Layout, sets: Sequence[tuple[int, ...]]) -> int:
         # How many stages recompute and how many offload; then the levels, which never rise along the chain.
         kept = math.comb(layout.stages + 2, 2)
@@ -338,7 +369,7 @@ class Space:
     @property
     def size(self) -> int:
         """The number of candidates."""
-        return sum(map(self.candidates, self.layouts()))
+        return sum(map(self.candidates_of, self.families()))
 
     def __iter__(self) -> Iterator[Candidate]:
         """Yield all candidates, one by one."""

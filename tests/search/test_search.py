@@ -328,6 +328,20 @@ def test_programs_are_candidates_once() -> None:
         assert (same[0] == same[1]) == (same[2] == same[3]) == (m == 1)
 
 
+def test_a_family_has_the_lowest_bounds_of_its_layouts() -> None:
+    """The lowest ones exactly, so that a larger bound would be wrong."""
+    families = 0
+    for seed in range(40):
+        space = problem(seed)
+        coarse = Coarse(CostModel(space))
+        for family in space.families():
+            layouts, families = list(family.layouts()), families + 1
+            times, memories = ([bound(own) for own in layouts] for bound in (coarse.time, coarse.memory))
+            assert coarse.least_of(family) == (min(times), min(memories))
+            assert space.candidates_of(family) == sum(map(space.candidates, layouts))
+    assert families > 300
+
+
 def test_progress_is_told_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[tuple[int, float, float]] = []
     result = best_of(
