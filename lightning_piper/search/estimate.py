@@ -381,13 +381,10 @@ def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...
     spans = candidate.spans(costs.blocks)
     ways, keep = ways_of(candidate), 1 + model.space.margin
     found = []
-    for stages, states in zip(rows.local, rows.kept, strict=True):
-        own, levels = [spans[s] for s in stages], [candidate.levels[s] for s in stages]
+    fixed = model.fixed_bytes(candidate.layout, candidate.levels, candidate.cuts)
+    for stages, states, own in zip(rows.local, rows.kept, fixed, strict=True):
         saved, host = saved_bytes(costs, [(s, spans[s], ways[s]) for s in stages], states)
-        most = max(
-            saved + 2 * _border(costs, own), costs.accumulating(own, levels), costs.updating(own, levels)
-        )
-        found.append(((costs.static(own, levels) + most) * keep, host))
+        found.append(((own.static + max(saved + own.messages, own.ends)) * keep, host))
     return tuple(m for m, _ in found), tuple(h for _, h in found)
 
 
@@ -428,10 +425,3 @@ def saved_bytes(
             there += saved * a if moved else 0
         most, host = max(most, here), max(host, there)
     return most, host
-
-
-def _border(costs: Costs, spans: Sequence[Span]) -> Number:
-    """Return the bytes of the largest message between a rank with these stages and its neighbors; 0 if it
-    has all blocks."""
-    ends = [block for i, j in spans for block in (i, j) if 0 < block < costs.blocks]
-    return max((costs.output[block - 1] for block in ends), default=0)

@@ -80,6 +80,8 @@ class Together:
 
     def __init__(self, model: CostModel) -> None:
         self._model, self.space = model, model.space
+        # Layout, number of memory inequalities -> the last weights p, q and u.
+        self._known: dict[tuple[Layout, int], tuple[Array, Array, Array]] = {}
 
     def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:
         """Return a lower bound of the seconds of a step. It is 0 if no weights with a bound are found, or if
@@ -109,14 +111,24 @@ class Together:
         hops = np.array([float(costs.least_hop(border)) for border in range(layout.stages - 1)])
         before = table.borders @ hops if len(hops) else np.zeros(len(table.passes))
         inside = _inside(len(blocks.sums), layout.stages)
+        possible = inside[:, :, None] & allowed
+
+        def bound(p: Array, q: Array, u: Array) -> float:
+            """Return the bound that these weights give, or 0 if no time inequality has a weight."""
+            if not p.sum() > 0:
+                return 0.0
+            each = _each(table, blocks, p, q * inverse) - u[:, None]
+            least = np.where(possible, each, np.inf).min(axis=(1, 2)).sum()
+            return float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING
+
+        # Good weights for the layout with a different numbering of its devices are often good enough.
+        alike = layout._replace(routed=1, data_inside=True, groups=1), len(inverse)
+        if alike in self._known and (least := bound(*self._known[alike])) >= enough:
+            return least
         counts, kinds, members = _alike(blocks, max(KINDS, PLACES // allowed.size))
-        possible = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, options)
-        p, q, u = _weights(_columns(table, kinds, inverse), counts, possible, before, enough)
-        if not p.sum() > 0:
-            return 0.0
-        each = _each(table, blocks, p, q * inverse) - u[:, None]
-        least = np.where(inside[:, :, None] & allowed, each, np.inf).min(axis=(1, 2)).sum()
-        return float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING
+        some = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, options)
+        weights = self._known[alike] = _weights(_columns(table, kinds, inverse), counts, some, before, enough)
+        return bound(*weights)
 
     def _blocks(
         self, costs: Costs, options: Sequence[Sequence[Option]]
@@ -130,14 +142,16 @@ class Together:
         because the lower level needs more memory.
         """
         prices = _OptionPrices(costs)
-        matter = [
-            {
+
+        def matter_of(own: tuple[Option, ...]) -> set[Option]:
+            return {
                 (x, way)
                 for x, way in own
                 if not any(y > x and other == way and prices.is_slower(x, y, way) for y, other in own)
             }
-            for own in options
-        ]
+
+        each = {own: matter_of(own) for own in set(map(tuple, options))}
+        matter = [each[tuple(own)] for own in options]
         every = sorted(set().union(*matter))
         allowed = np.array([[option in own for option in every] for own in matter])
         return every, allowed, prices.blocks(every)
@@ -155,12 +169,8 @@ class _OptionPrices:
         layout, n = costs.layout, costs.blocks
         # Seconds of F, BI and BW, bytes that F saves, and bytes kept for BW: an array (blocks) each.
         self._work = [np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs)]
-        owned, trained = (
-            np.array(
-                [costs.params.of(((k, k + 1),), False, only) for k in range(n)], dtype=np.float64
-            ).reshape(n, 2)
-            for only in (False, True)
-        )
+        nbytes = np.diff(np.array(costs.params.untied)).astype(np.float64).T  # (blocks, 4)
+        owned, trained = nbytes[:, :2].copy(), nbytes[:, 2:].copy()
         self._replicas, self._routed = layout.shard_size, layout.shard_size // layout.routed
         self._states = float(costs.states)
         none, gather = np.zeros(n), _collective(owned, costs.gather_slopes())

@@ -8,6 +8,7 @@ of each node, and the other rings are across the nodes, each with a part of the 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import pairwise
@@ -191,10 +192,9 @@ class LinkTable:
         if members == 1:
             return Groups(1, ())
         distance = layout.device(step, 0) - layout.device(0, 0)
-        found = {
-            self._rings(layout.device(x, rank) + each, distance, members): None
-            for x in firsts
-            for rank in range(layout.ranks)
-            for each in range(layout.tensor)
-        }
-        return Groups(members, tuple(found))
+        device: Any = layout.device  # for arrays of replicas and ranks, an array of devices
+        first, rank, each = np.meshgrid(list(firsts), np.arange(layout.ranks), np.arange(layout.tensor))
+        # A group that begins this many devices later uses the same links.
+        period = math.lcm(*(devices for devices, _ in self._hardware.links[:-1]))
+        begins = np.unique((device(first, rank) + each) % period).tolist()
+        return Groups(members, tuple({self._rings(begin, distance, members): None for begin in begins}))

@@ -13,6 +13,7 @@ from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.costs.workload import Block, Workload
 from lightning_piper.search.links import Groups, Links, LinkTable, message, ring
+from lightning_piper.search.rows import rows_of
 from lightning_piper.search.space import Layout, Space
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Collectives
@@ -56,6 +57,8 @@ class Params:
         tied: Parameters that several blocks use.
         block_bytes, trained_bytes: For each block, bytes of all of its parameters, and of its trained
             parameters.
+        untied: Prefix sums of the bytes of parameters that only one block uses: a list for parameters outside of
+            experts, a list for parameters of experts, and the same two lists for trained parameters only.
         largest_update: For each block, bytes of its largest trained parameter.
         packed: Seconds to copy the gradients of each block into a bucket.
         packed_one_microbatch: Like `packed` with one microbatch: without gradients that the pass
@@ -94,7 +97,7 @@ class Params:
             else:
                 untied[blocks[0]][is_routed] += nbytes
                 untied[blocks[0]][2 + is_routed] += nbytes * trains
-        self._untied = [[0, *accumulate(own[k] for own in untied)] for k in range(4)]
+        self.untied = [[0, *accumulate(own[k] for own in untied)] for k in range(4)]
         held = [(block, _held(block, tensor, routed)) for block in workload.blocks]
         self.packed = [_part(block.packed, sum(share)) for block, share in held]
         self.packed_one_microbatch = [_part(block.packed_one_microbatch, sum(share)) for block, share in held]
@@ -116,7 +119,7 @@ class Params:
         """
         found = [
             sum(own[j] - own[i] for i, j in spans)
-            for own in (self._untied[2:] if trained else self._untied[:2])
+            for own in (self.untied[2:] if trained else self.untied[:2])
         ]
         for each in self.tied if tied else ():
             if (each.trains or not trained) and any(i <= k < j for k in each.blocks for i, j in spans):
@@ -356,6 +359,12 @@ class Costs:
         ]
         return 2 * max(largest)
 
+    def border(self, spans: Sequence[Span]) -> Number:
+        """Return the bytes of the largest message between a rank with these stages and its neighbors; 0 if it
+        has all blocks."""
+        ends = [block for i, j in spans for block in (i, j) if 0 < block < self.blocks]
+        return max((self.output[block - 1] for block in ends), default=0)
+
     def accumulating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
         """Return the most bytes of gradients that a pass has made and not yet added to the sums over
         microbatches. This is 0 with one microbatch, and if all stages shard gradients.
@@ -397,15 +406,30 @@ def _collectives(links: Links, measured: Mapping[int, Collectives]) -> tuple[Pai
     ]
 
 
+class FixedBytes(NamedTuple):
+    """The bytes of a device that do not depend on the ways in which its stages keep saved values.
+
+    Attributes:
+        static: Of parameters, gradients and optimizer states.
+        messages: Of messages, while passes run.
+        ends: Needed at the end of the step, when no saved values are left.
+    """
+
+    static: Number
+    messages: Number
+    ends: Number
+
+
 class CostModel:
-    """A space, with cached functions: `costs(layout)` returns its `Costs`, and `params(tensor, routed)` its
-    `Params`."""
+    """A space, with cached functions: `costs(layout)` returns its `Costs`, `params(tensor, routed)` its `Params`,
+    and `fixed_bytes(layout, levels, cuts)` the `FixedBytes` of each rank."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.params = functools.cache(functools.partial(Params, space.workload))
         self._links = LinkTable(space.hardware)
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
+        self.fixed_bytes = functools.lru_cache(maxsize=16)(self._fixed_bytes)
 
     def _costs(self, layout: Layout) -> Costs:
         # Links depend neither on the schedule's name nor on the number of microbatches, so layouts that
@@ -413,3 +437,14 @@ class CostModel:
         name = "zbv" if SEARCHED[layout.schedule].folded else "one_f_one_b"
         links = self._links.of(layout._replace(schedule=name, microbatches=1))
         return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)
+
+    def _fixed_bytes(
+        self, layout: Layout, levels: tuple[int, ...], cuts: tuple[int, ...]
+    ) -> list[FixedBytes]:
+        costs, found = self.costs(layout), []
+        edges = (0, *cuts, costs.blocks)
+        for local in rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches).local:
+            spans, own = [(edges[s], edges[s + 1]) for s in local], [levels[s] for s in local]
+            ends = max(costs.accumulating(spans, own), costs.updating(spans, own))
+            found.append(FixedBytes(costs.static(spans, own), 2 * costs.border(spans), ends))
+        return found

@@ -124,6 +124,23 @@ def test_what_all_ranks_do_together_says_more() -> None:
         assert scarce.time(layout, [[(0, PLAIN)]] * layout.stages, INFINITE) > 1.02 * least
 
 
+def test_weights_of_a_different_numbering_give_bounds_that_hold() -> None:
+    """Twice as much would be wrong."""
+    reused = wrong = close = 0
+    for seed in range(0, 60, 2):
+        space = replace(problem(seed, blocks=5), memory=INFINITE)
+        for model, candidate in some(space, seed):
+            together = Together(model)
+            own = candidate.layout._replace(routed=1, groups=1)
+            for k, layout in enumerate(own._replace(data_inside=inside) for inside in (True, False)):
+                options = everything(layout, space.levels_of(layout)[0]).options()
+                least = together.time(layout, options, 0.0 if k else INFINITE)  # the second takes the weights
+                levels = (space.levels_of(layout)[0][-1],) * layout.stages
+                time = time_of(model, Candidate(layout, levels, *candidate[2:]))
+                wrong, reused, close = wrong + (least > time), reused + k, close + k * (2 * least > time)
+    assert reused > 100 and wrong == 0 and close > 50
+
+
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_measured_collectives_may_be_faster_than_links_say(zero: int) -> None:
     """A bound knows of them: sums and gathers over a link of one byte a second would take longer than the
