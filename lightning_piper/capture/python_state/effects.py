@@ -56,7 +56,7 @@ class _Effect(NamedTuple):
 
 
 _OPENS, _SENDS = "opens a file to write into it", "sends data to another program"
-_CALLS = "calls {}()"
+_CALLS, _SETS = "calls {}()", "changes torch's settings by {}()"
 _EFFECTS = (
     _Effect(_OPENS, _Packages.CACHE, "builtins", None, "open"),
     _Effect(_OPENS, _Packages.CACHE, "io", None, "open"),  # pathlib calls this
@@ -74,6 +74,11 @@ _EFFECTS = (
     _Effect("starts a program", _Packages.ALLOWED, "subprocess", "Popen", "__init__"),
     _Effect("starts a process", _Packages.ALLOWED, "multiprocessing.process", "BaseProcess", "start"),
     _Effect("starts a thread", _Packages.ALLOWED, "threading", "Thread", "start"),
+    _Effect(_SETS, _Packages.ALLOWED, "torch", None, "set_default_device set_num_threads set_flush_denormal"),
+    _Effect(
+        _SETS, _Packages.ALLOWED, "torch", None, "use_deterministic_algorithms set_deterministic_debug_mode"
+    ),
+    _Effect(_SETS, _Packages.ALLOWED, "torch", None, "set_float32_matmul_precision"),
     _Effect(_SENDS, _Packages.REFUSED, "socket", "socket", "connect connect_ex send sendall sendto sendmsg"),
     _Effect("opens a database", _Packages.REFUSED, "sqlite3", None, "connect"),
     _Effect(_CALLS, _Packages.REFUSED, "torch.utils.tensorboard", "SummaryWriter", "add_*"),

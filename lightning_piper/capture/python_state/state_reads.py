@@ -51,6 +51,19 @@ _OF_TORCH: dict[str, Callable[[], Any]] = {
     **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in _KINDS},
     **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in _KINDS},
 }
+# State of torch that a step may change while it runs: function that changes it -> (function that returns the value,
+# function that sets it).
+_SET_BY: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    **{
+        f"torch.set_autocast_enabled({kind!r}, ...)": (
+            partial(torch.is_autocast_enabled, kind),
+            partial(torch.set_autocast_enabled, kind),
+        )
+        for kind in _KINDS
+    },
+}
 BECOMES_INPUT = 2  # number of broken guards after which a number becomes an input of the graph
 
 
@@ -273,6 +286,7 @@ class StateReads:
             self.inputs.tracing(numbers),
             deferred,
             self._recorder.watching(),
+            _torch_unchanged(step),
         ):
             yield
         self._note_results()
@@ -374,6 +388,29 @@ class StateReads:
         """Return (guard, written value) for each place that the step has written, and forget them."""
         written, self._written = list(self._written.values()), {}
         return written
+
+
+@contextlib.contextmanager
+def _torch_unchanged(step: str) -> Iterator[None]:
+    """Restore the state of torch in `_SET_BY` at the end of this context.
+
+    Raises:
+        CaptureError: at the end, if the code in the context has left a changed state.
+    """
+    before = {name: get() for name, (get, _) in _SET_BY.items()}
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        for name, (get, put) in _SET_BY.items():
+            if get() != before[name]:
+                changed.append(name)
+                put(before[name])
+    if changed:
+        raise CaptureError(
+            f"{step} calls {changed[0]} and does not restore the value. A captured step would do this only while Piper "
+            "captures it. Restore the value in the step, or change it in a hook, such as on_train_start [PIPER-C003]"
+        )
 
 
 @contextlib.contextmanager
