@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_piper.capture.proxies.arrays import converted
 from lightning_piper.capture.proxies.deferred_numbers import call, is_deferred
+from lightning_piper.capture.proxies.shared_memory import check_shared_memory, returned_argument
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import marking_line
 from lightning_piper.common.user_lines import member, user_frame, user_line
@@ -240,6 +241,9 @@ class RefusalMode(TorchFunctionMode):
                 f"{user_line()}: {self._step} draws from its own torch.Generator, but a captured step draws "
                 "from the step's seed. Leave generator= out [PIPER-C005]"
             )
+        check_shared_memory(function, self._step)
         with marking_line(user_frame()):
             found = converted(function, args, kwargs)
-            return call(function, args, kwargs) if found is None else found
+            made = call(function, args, kwargs) if found is None else found
+        argument = returned_argument(function, args, kwargs)
+        return made if argument is None else argument
