@@ -19,6 +19,7 @@ import lightning_piper as piper
 from lightning_piper import cache
 from lightning_piper.capture import capture
 from lightning_piper.capture.graph_cache import cached_graphs, tracing_run
+from lightning_piper.capture.steps.settled_trace import TraceArguments
 from tests.capture.test_cached_graphs import described
 
 COUNT = 4
@@ -106,7 +107,7 @@ def runs(
         cached_graphs.forget()
         if again:
             cached_graphs._differing.add(module)
-        found.append(described(capture(module, torch.ones(2, 3, 4))._trace(2, {}, ())[0].graph))
+        found.append(described(capture(module, torch.ones(2, 3, 4))._trace(TraceArguments(2))[0].graph))
     assert blocks[-1] == 0
     return found[0], found[1], blocks[0] > 0
 
@@ -375,7 +376,7 @@ def test_a_known_graph_is_not_that_of_blocks_that_return_another_result(monkeypa
     for which in (0, 1):
         net = Net(one_of_two, which=which).requires_grad_(False)
         net.head.requires_grad_(True)
-        found.append(described(capture(net, torch.ones(2, 3, 4))._trace(2, {}, ())[0].graph))
+        found.append(described(capture(net, torch.ones(2, 3, 4))._trace(TraceArguments(2))[0].graph))
     assert found[0] != found[1]
 
 

@@ -24,6 +24,7 @@ from lightning_piper.capture.graph_cache import cached_graphs, tracing_run
 from lightning_piper.capture.graph_cache.serialization import NotSerializable, deserialize, serialize
 from lightning_piper.capture.joint.trace_text import text_of
 from lightning_piper.capture.joint.traced_graph import TracedGraph
+from lightning_piper.capture.steps.settled_trace import TraceArguments
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.tracing.step_trace import TracedStep
 from lightning_piper.errors import CaptureError
@@ -88,7 +89,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
 def trace(module: L.LightningModule, given: Any) -> TracedGraph:
     step = capture(module, given)
-    return step._trace(step.size, {}, ())[0]
+    return step._trace(TraceArguments(step.size))[0]
 
 
 def described(graph: torch.fx.Graph) -> list[str]:
@@ -123,8 +124,8 @@ def test_a_comparison_with_the_first_trace_needs_no_graph(
     monkeypatch.setattr(cached_graphs, "_graph", graph)
     step.retrace()
     assert not found
-    assert not step._trace(step.size, {}, (), known=step._first[0][3])[0].graph.nodes
-    assert step._trace(step.size, {}, (), known="another digest")[0].graph.nodes
+    assert not step._trace(TraceArguments(step.size, known=step._first[0][3]))[0].graph.nodes
+    assert step._trace(TraceArguments(step.size, known="another digest"))[0].graph.nodes
     assert found
 
 

@@ -18,6 +18,7 @@ import lightning_piper as piper
 from lightning_piper import cache
 from lightning_piper.capture import capture
 from lightning_piper.capture.graph_cache import cached_graphs
+from lightning_piper.capture.steps.settled_trace import TraceArguments
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.tracing.step_trace import TracedStep
 from tests.capture.test_cached_graphs import Scaled, described
@@ -239,7 +240,7 @@ def graphs(
             if has_tracing_run:
                 patch.setattr(_torch, "functional_graph", counted)
             step = capture(module, batch, name=name)
-            graph = step._trace(step.size, {}, ())[0].graph
+            graph = step._trace(TraceArguments(step.size))[0].graph
         for node in graph.nodes:
             kept = {
                 key: x for key, x in node.meta.get("custom", {}).items() if not key.startswith("_torchdynamo")

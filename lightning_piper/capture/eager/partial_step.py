@@ -28,8 +28,9 @@ from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.proxies.batch import BatchSpec, flatten
 from lightning_piper.capture.python_state.state_reads import History, StateReads, without_drawing
 from lightning_piper.capture.steps.captured_step import CapturedStep
+from lightning_piper.capture.steps.settled_trace import TraceArguments
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
+from lightning_piper.capture.tracing.step_trace import TracedStep, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.boxed_code import RUNS_KEY
 
@@ -108,14 +109,7 @@ class PartlyCaptured(CapturedStep):
         about = (self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
         return _RemainderStep(self.module, *about, calls=self.calls, remainder=self.remainder)
 
-    def _trace(
-        self,
-        size: int,
-        parts: Mapping[str, int],
-        degrees: tuple[int, ...],
-        fakes: Fakes = fakes_of,
-        known: str | None = None,
-    ) -> tuple[TracedGraph, Specs, TracedStep]:
+    def _trace(self, arguments: TraceArguments) -> tuple[TracedGraph, Specs, TracedStep]:
         """Trace the step as `CapturedStep` does. Then set the methods of `remainder` as the functions that run
         instead of the graph's operations for the uncaptured code (`RUNS_KEY`). Add to `remainder.captured`
         the parameters that captured operations read.
@@ -124,7 +118,7 @@ class PartlyCaptured(CapturedStep):
             CaptureError: the code outside of captured calls draws random numbers, or changes a buffer or the
                 batch in place.
         """
-        traced, specs, step = super()._trace(size, parts, degrees, fakes, known)
+        traced, specs, step = super()._trace(arguments)
         for node in traced.graph.nodes:
             desc = node.meta.get("desc")
             if isinstance(desc, _torch.ParamAOTInput) and any(

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,14 +24,7 @@ from lightning_piper.capture.losses.loss_chunks import chunk_losses
 from lightning_piper.capture.losses.loss_weights import WeightedStep, weigh
 from lightning_piper.capture.metrics.sample_independence import sample_independent_arguments
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.python_state.side_effects import ContainerGrowth
-from lightning_piper.capture.python_state.state_reads import (
-    History,
-    RandomDraw,
-    StateReads,
-    refuse_drawing,
-    without_drawing,
-)
+from lightning_piper.capture.python_state.state_reads import History, StateReads
 from lightning_piper.capture.steps.aliases import refuse_sharing
 from lightning_piper.capture.steps.code_structure import (
     Calls,
@@ -48,10 +41,11 @@ from lightning_piper.capture.steps.named_tensors import (
     resized,
     sized,
 )
+from lightning_piper.capture.steps.settled_trace import TraceArguments, settled_trace
 from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.tensor_sharding.placement_changes import return_copies
 from lightning_piper.capture.tensor_sharding.propagation import Propagation, propagate_placements
-from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
+from lightning_piper.capture.tracing.step_trace import TracedStep, trace
 from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
@@ -247,63 +241,16 @@ class CapturedStep:
         known = None if code is None else len(code.batch_specs) - len(leaves)
         return [*leaves, *self.reads.inputs.values(self._device)[:known]]
 
-    def _trace(
-        self,
-        size: int,
-        parts: Mapping[str, int],
-        degrees: tuple[int, ...],
-        fakes: Fakes = fakes_of,
-        known: str | None = None,
-    ) -> tuple[TracedGraph, Specs, TracedStep]:
-        """Trace the step. Repeat the trace while it finds another Python number that must become an input.
-
-        Args:
-            size: number of samples.
-            parts, fakes: see `trace`.
-            degrees: see `ir.regions.Step`.
-            known: the digest of an earlier trace; see `TracedStep`.
-
-        Returns:
-            The traced graph, the specs of its inputs (the batch's tensors, then Python numbers), and the step
-            that was traced.
-
-        Raises:
-            CaptureError: the step cannot be captured, for example because it draws Python or NumPy random
-                numbers.
-            Exception: an error of the step itself.
-        """
-        batch = self._specs(size)
-        while True:
-            step, numbers = self._step(degrees), self.reads.inputs.specs()
-            step.known = known
-            run = partial(trace, step, batch + numbers, self._device, parts, fakes)
-            try:
-                with without_drawing():
-                    traced = self.reads.with_first_write(
-                        self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None
-                    )
-            except ContainerGrowth:
-                # The trace has found a list, dict or number that the step changes. The next trace has a
-                # placeholder for it.
-                continue
-            except RandomDraw as error:
-                raise refuse_drawing(self.name, error, run) from error
-            except Exception:
-                inputs = self.reads.inputs
-                if inputs.plain or not (inputs.given or inputs.numbers):
-                    raise
-                # The user's code does not accept the placeholder of a number: use plain numbers.
-                inputs.plain = True
-                continue
-            if numbers == self.reads.inputs.specs():
-                return traced, batch + numbers, step
+    def _trace(self, arguments: TraceArguments) -> tuple[TracedGraph, Specs, TracedStep]:
+        """Trace the step; see `settled_trace`."""
+        return settled_trace(self._step, self.reads, self._specs(arguments.size), self._device, arguments)
 
     def _trace_whole(self, size: int) -> tuple[TracedGraph, Specs, TracedStep]:
         """Return what `_trace` returns for whole parameters. The caller may change the graph: it is a copy of a
         trace that the step keeps for the next call."""
         found = self._latest.get((size, self.reads.inputs.specs()))
         if found is None:
-            found = self._trace(size, {}, ())
+            found = self._trace(TraceArguments(size))
             while len(self._latest) >= LATEST:
                 del self._latest[next(iter(self._latest))]
             self._latest[size, self.reads.inputs.specs()] = found
@@ -334,7 +281,7 @@ class CapturedStep:
         """
         step, size, before, digest = self._first[0]
         with uncollected():
-            traced, _, again = step._trace(size, {}, (), known=digest)
+            traced, _, again = step._trace(TraceArguments(size, known=digest))
         is_same, now = digest is not None and again.digest == digest, text_of(traced)
         found = difference(before, before.with_logs_of(now) if is_same else now)
         if found is not None:
@@ -483,11 +430,11 @@ class CapturedStep:
         free, hint = self._symbolic.free(self._specs(size), first._specs(size))
         symbols, forget = SizeSymbols(free), self.reads.inputs.remember()
         try:
-            traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
+            traced, specs, step = self._trace(TraceArguments(hint, fakes=symbols.fakes))
             made = SymbolicStep(traced, symbols, step.rebuild)
             text = made.text(first._specs(samples) + specs[len(self.batch_spec.specs) :])
             if text is None:  # the trace does not serve the first batch: compare with a new trace
-                text, said = made.text(specs), text_of(self._trace(hint, {}, ())[0])
+                text, said = made.text(specs), text_of(self._trace(TraceArguments(hint))[0])
             if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
                 made.cut(self.canonical, specs, hint, partial(self._at_another_size, hint), self.recomputed)
                 alike = first._codes[samples, ()]
@@ -510,7 +457,8 @@ class CapturedStep:
         whole = self.at(size) if degrees else None
         parts = {} if whole is None else self._parts(whole, degrees)
         try:
-            traced, specs, step = self._trace(size, parts, degrees) if degrees else self._trace_whole(size)
+            arguments = TraceArguments(size, parts, degrees)
+            traced, specs, step = self._trace(arguments) if degrees else self._trace_whole(size)
         except CaptureError as error:
             if whole is None:
                 raise
