@@ -6,7 +6,8 @@ The generated code drops every intermediate after its last use, so no tensor out
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from lightning_piper.ir._torch_functions import FUNCTIONS, without_torch_functio
 
 RUNS_KEY = "piper_runs"  # key in an operation's metadata: the function that runs instead of the operation
 _making = threading.Lock()  # held while code is generated, because devices of one process are threads
+# What a graph calls -> the generated function. Equal layers, and equal devices of one process, share functions.
+_generated: MutableMapping[object, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
 class _Boxed(CodeGen):
@@ -53,11 +56,18 @@ class _Module(torch.fx.GraphModule):
         if self._is_made:  # another thread has generated the code meanwhile
             return
         self._calls_others = any(map(_calls_others, self.graph.nodes))
-        # Code is generated from a copy, because other threads may read the graph.
-        graph = self.graph
-        self._graph = _calling(graph, {} if self._calls_others else FUNCTIONS)
-        super().recompile()
-        self._graph = graph
+        key = None if self._calls_others else _key(self.graph)
+        made = _generated.get(key)
+        if made is None:
+            # Code is generated from a copy, because other threads may read the graph.
+            graph = self.graph
+            self._graph = _calling(graph, {} if self._calls_others else FUNCTIONS)
+            super().recompile()
+            self._graph = graph
+            made = type(self).forward  # torch makes a class for each module
+            if key is not None:
+                _generated[key] = made
+        type(self).forward = made  # type: ignore[method-assign]
         self._is_made = True
 
 
@@ -93,6 +103,19 @@ def _calling(graph: torch.fx.Graph, functions: Mapping[Any, Callable[..., Any]])
         copies[node] = made.create_node(node.op, target, args, kwargs, node.name, node.type)
     made.set_codegen(_Boxed())
     return made
+
+
+def _key(graph: torch.fx.Graph) -> object:
+    """Return a key that is equal for two graphs if their code is equal except for the names of variables."""
+    numbers = {node: f"%{i}".encode() for i, node in enumerate(graph.nodes)}  # no operation takes bytes
+    return tuple(
+        (
+            node.op,
+            None if node.op == "placeholder" else node.target,
+            repr(torch.fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)),
+        )
+        for node in graph.nodes
+    )
 
 
 def _calls_others(node: torch.fx.Node) -> bool:
