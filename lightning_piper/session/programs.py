@@ -167,13 +167,10 @@ class Programs:
             if known is not None:
                 return known.compiled
             try:
+                if captured is None:
+                    return self.variants(step).add(_family(batch_spec), batch_spec)
                 with rollback_on_failure(self._module, step[0]):
-                    found = (
-                        self.variants(step).add(_family(batch_spec), batch_spec)
-                        if captured is None
-                        else captured
-                    )
-                    return found.shaped(
+                    return captured.shaped(
                         batch_spec.times(self._settings.replicas), self._settings.static, self._training
                     )
             except PiperError:
@@ -275,7 +272,8 @@ class Programs:
         except CaptureError as error:
             if step != TRAINING or self._instead is None or isinstance(error, LongStepError):
                 raise
-            return self._instead(error, example, history)
+            with rollback_on_failure(self._module, name):
+                return self._instead(error, example, history)
 
 
 def _family(batch_spec: BatchSpec) -> tuple[Any, ...]:
