@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.common.units import compact, counted, duration
 from lightning_piper.directives import Place, Replicate
 from lightning_piper.directives.program import Program
@@ -150,5 +149,6 @@ def batch_statistics(dag: TrainingDAG) -> Iterator[str]:
     region."""
     code = dag.code
     for (region, kind), parts in dag.slices().items():
-        if len(parts) > 1 and (region, kind) in code.code and takes_statistics(code, (region, kind)):
+        interface = code.interfaces.get((region, kind))
+        if len(parts) > 1 and kind == "F" and interface is not None and interface.takes_statistics:
             yield f"{code.regions[region].label} ({code.regions[region].source})"

@@ -99,6 +99,8 @@ class Interface:
         batch: Indices of the batch leaves that the pass reads.
         seeds: Indices in `StepCode.terms` of the loss terms whose gradients are the last arguments.
         random: Whether the pass draws random numbers. It then runs with a seed of its own.
+        takes_statistics: Whether the pass has a batch norm in training mode. A forward pass takes its statistics
+            from the pass's part of the batch.
         arrives, leaves: For a region to which rows are dispatched, the role of each input and output in the
             exchange of rows: `counts`, `dispatch` (rows that arrived), `combine` (rows on their way back), or
             "". Empty for all other regions.
@@ -112,6 +114,7 @@ class Interface:
     batch: tuple[int, ...] = ()
     seeds: tuple[int, ...] = ()
     random: bool = False
+    takes_statistics: bool = False
     arrives: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
 

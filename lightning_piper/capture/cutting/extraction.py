@@ -11,6 +11,7 @@ from torch.fx import Node
 from lightning_piper.capture.cutting.row_counts import arrives, direction_of, leaves, resize, spec_of
 from lightning_piper.capture.joint.region_assignment import BORDERS
 from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
+from lightning_piper.capture.losses.cross_sample import is_training_batch_norm
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.ir.boxed_code import BoxedCode
@@ -68,6 +69,7 @@ def extract(
         batch=tuple(batch.values()),
         seeds=tuple(seeds.values()),
         random=any(_torch.is_random(n) for n in p.nodes),
+        takes_statistics=any(map(is_training_batch_norm, p.nodes)),
         arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if routed else (),
         leaves=tuple(leaves(n) for _, n in p.outputs) if routed else (),
     )

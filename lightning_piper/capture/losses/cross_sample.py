@@ -30,7 +30,6 @@ from lightning_piper.capture.losses.sample_trial import (
 )
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.operation_families import ADDED, COPIES, DIVIDED, MULTIPLIED, NLL
-from lightning_piper.ir.regions import PassKey, StepCode
 from lightning_piper.ir.values import Placement, Sharded
 from lightning_piper.placements.rule import P, R, Rule, made_by, tensors_of
 from lightning_piper.placements.rules import rules_for
@@ -186,7 +185,7 @@ class _SampleDependence:
         Return None if the operation mixes samples. `given` has the states of `inputs`. An entry of the result
         is None if neither a rule, a trial nor the shapes show it."""
         if "batch_norm" in str(node.target) and not _is_instance_norm(node):
-            # statistics over the batch are reported separately, see `takes_statistics`
+            # statistics over the batch are reported separately, see `Interface.takes_statistics`
             return (Sharded(0), *(P for _ in made_by(node)[1:]))
         runs = {p.blocks for p in given if isinstance(p, Sharded)}
         for rule in self._rules_for(node, inputs, frozenset(runs)):
@@ -310,13 +309,7 @@ def way_to(result: Any, summed: bool = True) -> set[Node]:
     return found
 
 
-def takes_statistics(code: StepCode, key: PassKey) -> bool:
-    """Return whether the pass `key` is a forward pass with a batch norm in training mode, which takes its
-    statistics from the pass's part of the batch."""
-    return key[1] == "F" and any(map(_is_training_batch_norm, code.code[key].graph.nodes))
-
-
-def _is_training_batch_norm(node: Node) -> bool:
+def is_training_batch_norm(node: Node) -> bool:
     """Return whether a node is a batch norm that uses the statistics of the batch."""
     if not isinstance(node.target, torch._ops.OpOverload) or "batch_norm" not in (name := str(node.target)):
         return False

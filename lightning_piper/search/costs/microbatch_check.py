@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.search.costs.blocks import BlockCut
 from lightning_piper.verify.trial import largest_difference
 
@@ -32,7 +31,7 @@ def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
     if (
         code.meet is not None
         or code.nonlinear is not None
-        or any(takes_statistics(code, key) for key in code.code)
+        or any(key[1] == "F" and interface.takes_statistics for key, interface in code.interfaces.items())
     ):
         return True
     if code.assumed or code.local or any(log.name in code.unknown for log in code.logs):
