@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.fx.graph import CodeGen
 
+from lightning_piper.common.graph_nodes import new_node
 from lightning_piper.ir._torch_functions import FUNCTIONS, without_torch_function
 
 RUNS_KEY = "piper_runs"  # key in an operation's metadata: the function that runs instead of the operation
 _making = threading.Lock()  # held while code is generated, because devices of one process are threads
-# What a graph calls -> the generated function. Equal layers, and equal devices of one process, share functions.
+# Operations of a graph -> the generated function. Equal layers, and equal devices of one process, share functions.
 _generated: MutableMapping[object, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
@@ -100,7 +101,7 @@ def _calling(graph: torch.fx.Graph, functions: Mapping[Any, Callable[..., Any]])
     for node in graph.nodes:
         target = node.meta.get(RUNS_KEY) or functions.get(node.target, node.target)
         args, kwargs = (torch.fx.node.map_arg(x, copies.__getitem__) for x in (node.args, node.kwargs))
-        copies[node] = made.create_node(node.op, target, args, kwargs, node.name, node.type)
+        copies[node] = new_node(made, node.op, target, args, kwargs, node.name)
     made.set_codegen(_Boxed())
     return made
 

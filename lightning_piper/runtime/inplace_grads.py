@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from lightning_piper.common.graph_nodes import copy_into
 from lightning_piper.common.operation_families import PERMUTATIONS
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.buckets import Bucket
@@ -170,7 +171,7 @@ def inplace_code(
     if not isinstance(module, GraphModule):
         return None
     graph, copies = torch.fx.Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(code.graph, copies))
+    copy_into(graph, code.graph, copies)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     output: Any = code.graph.output_node()
     often = Counter(output.args[0])

@@ -13,6 +13,7 @@ from lightning_piper.capture.joint.region_assignment import BORDERS
 from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
 from lightning_piper.capture.losses.cross_sample import is_training_batch_norm
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.graph_nodes import copied_node
 from lightning_piper.common.operation_families import RESHAPES
 from lightning_piper.ir.boxed_code import BoxedCode
 from lightning_piper.ir.regions import Code, Interface
@@ -127,7 +128,7 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
         elif direction_of(node) is not None:
             env[node] = _arrived(graph, env, node)
         else:
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = copied_node(graph, node, env)
             if node.target in RESHAPES:
                 # Some kernels return other strides than their fake versions (batch norm's backward in
                 # float64), so a view that was valid in the trace may fail. A reshape copies in this case, as

@@ -27,6 +27,7 @@ from lightning_piper.capture.losses.loss_weights import WeightedStep
 from lightning_piper.capture.metrics.metric_objects import object_of, uncopied
 from lightning_piper.capture.tensor_sharding.propagation import Propagation
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.graph_nodes import copy_into
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
@@ -109,7 +110,7 @@ class GraphCut:
     def copied(self) -> tuple[GraphCut, Mapping[Node, Node]]:
         """Return a copy with a new graph, and node -> its copy."""
         graph, copies = Graph(self.graph.owning_module), dict[Node, Node]()
-        graph.output(graph.graph_copy(self.graph, copies))
+        copy_into(graph, self.graph, copies)
 
         def copied(p: RegionPass) -> RegionPass:
             def of(nodes: Iterable[Node]) -> list[Node]:

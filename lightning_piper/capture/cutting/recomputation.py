@@ -13,6 +13,7 @@ from torch.fx import Node
 from lightning_piper.capture.joint.region_assignment import BORDERS
 from lightning_piper.capture.joint.region_passes import RegionPass
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.graph_nodes import copied_node
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.recomputation import Recomputation
@@ -154,7 +155,7 @@ def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node],
             if node in inside or node in shared:
                 for x in node.all_input_nodes:
                     emit(x)
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = copied_node(graph, node, env)
             else:
                 env[node] = graph.placeholder(
                     ("tangents_" if _torch.is_backward(node) else "primals_") + node.name

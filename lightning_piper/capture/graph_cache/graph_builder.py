@@ -31,6 +31,7 @@ from lightning_piper.capture.graph_cache.functional_variants import functional_v
 from lightning_piper.capture.graph_cache.serialization import is_constant
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import CALLED_KEY
+from lightning_piper.common.graph_nodes import new_node
 
 FORWARD, BACKWARD = "is_forward", "is_backward"
 aten = torch.ops.aten
@@ -446,7 +447,7 @@ class _GraphBuilder:
     def _call(self, target: Any, args: Any, kwargs: Any, made: Any, marks: _Marks) -> Node:
         """Add the node of an operation with this result."""
         name = self._graph._target_to_str(target.overloadpacket.__name__)
-        node = self._graph.create_node("call_function", target, args, dict(kwargs), name)
+        node = new_node(self._graph, "call_function", target, args, dict(kwargs), name)
         self._mark(node, made, marks)
         return node
 

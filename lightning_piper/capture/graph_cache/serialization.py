@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import CALLED_KEY
+from lightning_piper.common.graph_nodes import new_node
 
 _LIBRARIES = ("aten", "prims", "lightning_piper")
 # Operations that run the user's code, or that read files.
@@ -184,8 +185,8 @@ class _GraphReader:
         graph = Graph(self._constants)
         for op, name, target, args, kwargs, about in found:
             given = tuple(self._data(args)), self._data(kwargs)
-            node = graph.create_node(op, self._target(op, target), *given, name=name)
-            node.meta = {key: self._data(about[key]) for key in _MARKS if key in about}
+            node = new_node(graph, op, self._target(op, target), *given, name)
+            node.meta.update((key, self._data(about[key])) for key in _MARKS if key in about)
             if "desc" in about:
                 node.meta["desc"] = _described(about["desc"])
             if "val" in about:

@@ -27,6 +27,7 @@ from lightning_piper.capture.losses.denominators import (
     times,
 )
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.common.graph_nodes import copy_into
 from lightning_piper.common.operation_families import COPIES, DIVIDED, MULTIPLIED, RESHAPES, SQUEEZES
 from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
@@ -332,7 +333,7 @@ def results_of(graph: torch.fx.Graph) -> list[Node]:
 def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     """Return a copy of the graph, with the descriptors of its results."""
     copy = torch.fx.Graph(graph.owning_module)
-    copy.output(copy.graph_copy(graph, {}))
+    copy_into(copy, graph, {})
     copy.output_node().meta = dict(graph.output_node().meta)
     return copy
 
