@@ -23,7 +23,7 @@ from lightning_piper.errors import CaptureError
 class Calls(L.LightningModule):
     def __init__(self, call: Callable[[Any, int, torch.Tensor], None]) -> None:
         super().__init__()
-        self.layer, self.call = nn.Linear(3, 1), call
+        self.layer, self.call, self.part = nn.Linear(3, 1), call, L.LightningModule()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (x,) = batch
@@ -52,6 +52,10 @@ def writes(module: Any, index: int, loss: torch.Tensor) -> None:
     module.logger.experiment.log_metrics({"samples": 4}, module.global_step)
 
 
+def of_submodule(module: Any, index: int, loss: torch.Tensor) -> None:
+    module.part.logger.log_metrics({"samples": 4}, step=index)
+
+
 def reads(module: Any, index: int, loss: torch.Tensor) -> None:
     assert isinstance(module.logger, CSVLogger)
     assert module.logger is module.loggers[0]
@@ -73,7 +77,7 @@ def lines(call: Callable[..., None], folder: Path, strategy: Any, batch: int = 4
     return file.read_text().splitlines()
 
 
-@pytest.mark.parametrize("call", [numbers, values, tensors, writes])
+@pytest.mark.parametrize("call", [numbers, values, tensors, writes, of_submodule])
 def test_a_step_that_calls_a_logger_runs_uncaptured(call: Callable[..., None], tmp_path: Path) -> None:
     plain = lines(call, tmp_path / "plain", "auto")
     assert len(plain) == 7  # six steps, and the names

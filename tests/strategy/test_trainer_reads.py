@@ -81,6 +81,9 @@ READS: dict[str, Callable[[Any], float]] = {
     "is_dataclass": lambda t: float(dataclasses.is_dataclass(t.config)),
     "asdict": lambda t: dataclasses.asdict(t.config)["rate"],
     "a copied number": lambda t: copy.deepcopy({"n": t.own._step})["n"],
+    "the Trainer of a submodule": lambda t: t.lightning_module.part.trainer.rates["a"],
+    "a step number of a submodule": lambda t: float(t.lightning_module.part.global_step),
+    "a property by its class": lambda t: float(L.LightningModule.global_step.fget(t.lightning_module)),
     "the Trainer": lambda t: float(t.fit_loop.trainer is t.lightning_module.trainer is t),
 }
 
@@ -115,7 +118,7 @@ class Reading(L.LightningModule):
     def __init__(self, read: Callable[[Any], float]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.helper = Helper()
+        self.helper, self.part = Helper(), L.LightningModule()
         self.read, self.first, self.last = read, *(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:

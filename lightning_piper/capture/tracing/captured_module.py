@@ -18,6 +18,7 @@ from lightning_piper.capture.python_state.state_recorder import is_library
 from lightning_piper.capture.python_state.trainer_proxy import ObjectReads
 from lightning_piper.capture.torch_private._torch_calls import fake_like
 from lightning_piper.capture.tracing.recorded_logs import recording_logs
+from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 
 if TYPE_CHECKING:
     from lightning_piper.capture.tracing.step_trace import TracedStep
@@ -27,25 +28,14 @@ _OWN_CLASS = vars(object)["__class__"].__set__  # sets the class of an object wh
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
-    """Within this context, a subclass replaces the class of the module. If the step records its reads, the subclass
-    watches reads of `trainer`. Calls of `self.log` go to `step`, and calls of metric objects to `step.metrics`.
+    """Within this context, a subclass replaces the class of the module. Reads of `trainer` are watched. Calls of
+    `self.log` go to `step`, and calls of metric objects to `step.metrics`.
 
     Raises:
         CaptureError: the step has set a new attribute of the module's class. Raised at the end.
     """
     cls = type(module)
-    members: dict[str, Any] = {}
-    attached, reads = getattr(cls, "trainer", None), step.reads
-    if reads is not None and isinstance(attached, property) and attached.fget is not None:
-        get = attached.fget
-
-        def watched(self: nn.Module) -> Any:
-            trainer = ObjectReads(reads.inputs, lambda: get(self), "self.trainer", step.name, step.check_read)
-            return trainer.proxy(get(self))
-
-        members["trainer"] = property(watched, attached.fset)
-        members |= _loggers_of_trainer(cls)
-    members |= {
+    members: dict[str, Any] = {
         "__module__": cls.__module__,
         "__class__": property(lambda self: cls, _OWN_CLASS),
         STANDS_FOR: cls,
@@ -55,6 +45,7 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     module.__class__ = stand_in
     try:
         with (
+            _watching_trainer(cls, step),
             recording_logs(module, step),
             intercepting_calls(
                 module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)
@@ -65,6 +56,28 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
         module.__class__ = cls
     if written := set(vars(stand_in)) - before:
         raise changes(step.name, f"{cls.__name__}.{min(written)}")
+
+
+@contextlib.contextmanager
+def _watching_trainer(cls: type, step: TracedStep) -> Iterator[None]:
+    """Within this context, the step's reads of `trainer` become inputs and guards, if the step records its reads. The
+    context replaces the property of Lightning's class, so that submodules that are LightningModules count as well."""
+    attached, reads = getattr(cls, "trainer", None), step.reads
+    if reads is None or not isinstance(attached, property) or attached.fget is None:
+        yield
+        return
+    get = attached.fget
+
+    def watched(self: nn.Module) -> Any:
+        trainer = ObjectReads(reads.inputs, lambda: get(self), "self.trainer", step.name, step.check_read)
+        return trainer.proxy(get(self))
+
+    members = {"trainer": property(watched, attached.fset)} | _loggers_of_trainer(cls)
+    with contextlib.ExitStack() as stack:
+        for name, member in members.items():
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            stack.enter_context(replaced_attribute(owner, name, member))
+        yield
 
 
 def _loggers_of_trainer(cls: type) -> dict[str, Any]:
