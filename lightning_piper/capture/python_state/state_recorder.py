@@ -206,12 +206,13 @@ class StateRecorder:
     def _seen(self, owner: Any, name: str) -> None:
         """Guard an attribute that is being read, if its owner is a visited object and the attribute is not in
         `_NOT_STATE`."""
-        if not self._active or threading.get_ident() != self._thread:
-            return
+        # The first two conditions hold for nearly all reads.
         if name in _NOT_STATE and (name != "__dict__" or isinstance(owner, nn.Module)):
             return
+        if (id(owner), name) in self._noted or not self._active or threading.get_ident() != self._thread:
+            return
         found = self.objects.get(id(owner))
-        if found is None or found[0] is not owner or (id(owner), name) in self._noted:
+        if found is None or found[0] is not owner:
             return
         self._active = False
         try:
