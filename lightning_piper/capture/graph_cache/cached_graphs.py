@@ -103,8 +103,8 @@ def traced_once(
             _results.read()
             digest, build = log_operations(step, others, own, blocks, is_known, _results)
             _results.write()
-            if step.keeps:
-                # Hooks of the backward pass may have changed attributes.
+            if step.keeps and build is not None:
+                # Hooks of the backward pass, which has run, may have changed attributes.
                 check_unchanged(module, before, step.name)
         return digest, build, own
 

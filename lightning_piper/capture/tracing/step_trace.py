@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.fx import Graph
 
 from lightning_piper.annotate import marking, numbering, tag_layers
 from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
@@ -122,10 +123,17 @@ def trace(
         local,
     ):
         before = attributes(module)
-        try:
-            make = partial(
-                preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called)
+
+        def make() -> Graph:
+            graph = preserving_tensors(
+                module, partial(_torch.functional_graph, mode, step, inputs, mark_called)
             )
+            if step.keeps:
+                # hooks of the backward pass may have changed the attributes
+                check_unchanged(module, before, step.name)
+            return graph
+
+        try:
             # `parts` is empty because the parameters already have the shape of one part
             other = partial(without_data, module, device=device, parts={}, step=step.name)
             graph = (
@@ -134,9 +142,6 @@ def trace(
                 else make()
             )
             tag_layers(graph)
-            if step.keeps:
-                # hooks of the backward pass may have changed the attributes
-                check_unchanged(module, before, step.name)
         except ContainerGrowth:
             raise
         except (CaptureError, RandomDraw) as error:
