@@ -133,6 +133,20 @@ def numpy_seed(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) ->
     return loss
 
 
+def seed_in_a_fork(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)  # here
+        return loss * torch.rand(())
+
+
+def restored_seed(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+    before = torch.get_rng_state()
+    torch.manual_seed(3)  # here
+    loss = loss * torch.rand(())
+    torch.set_rng_state(before)
+    return loss
+
+
 def old_gradient(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
     self.log("norm", 0.0 if self.first.weight.grad is None else 1.0)  # here
 
@@ -189,6 +203,8 @@ GENERATOR = torch.Generator()
     (numpy_draw, "training_step draws random numbers in Python, or sets a seed (numpy.random). A"),
     (python_seed, "training_step draws random numbers in Python, or sets a seed (random). A"),
     (numpy_seed, "If it sets a seed, remove this call"),
+    (seed_in_a_fork, "training_step sets or advances torch's seed in Python"),
+    (restored_seed, "training_step sets or advances torch's seed in Python"),
     (old_gradient, "training_step reads the gradient of first.weight, which belongs to the previous step"),
     (new_values, "training_step replaces the values of first.weight"),
     (own_generator, "training_step draws from its own torch.Generator"),
@@ -230,6 +246,14 @@ def test_a_value_that_json_does_not_know_keeps_its_error() -> None:
 def test_the_default_generator_is_not_an_own_generator(draw: Callable[[Tensor], Tensor]) -> None:
     step = capture(Probe(lambda self, x, h, loss, batch_idx: draw(loss)), regression(4))
     assert list(build_dag(step).of_type(Chunk))
+
+
+def test_a_fork_of_the_generators_without_a_seed_is_captured() -> None:
+    def forked(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any:
+        with torch.random.fork_rng():
+            return loss * torch.rand(())
+
+    assert list(build_dag(capture(Probe(forked), regression(4))).of_type(Chunk))
 
 
 def test_an_unused_batch_index_is_fine() -> None:

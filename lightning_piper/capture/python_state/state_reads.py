@@ -39,6 +39,7 @@ from lightning_piper.capture.python_state.state_locations import (
 from lightning_piper.capture.python_state.state_protection import RefusalMode, changes
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.replaced_attribute import checked_calls
 from lightning_piper.common.user_lines import shown_line
 from lightning_piper.errors import CaptureError
 
@@ -416,15 +417,21 @@ def _torch_unchanged(step: str) -> Iterator[None]:
 @contextlib.contextmanager
 def without_drawing() -> Iterator[None]:
     """Within this context, random numbers must not be drawn from the global generators of Python, numpy or
-    torch (on the CPU). The generators are restored at the end.
+    torch (on the CPU), even if the code restores their state. The generators are restored at the end.
 
     Raises:
         RandomDraw: at the end, if the code in the context has drawn random numbers, and has not failed.
     """
     before = _generators()
+    within: list[str] = []  # the draws before the code restored the state, as in `torch.random.fork_rng`
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        within.append(_drawn(before))
+
     try:
-        yield
-        drawn = _drawn(before)
+        with checked_calls(torch, "set_rng_state", note), checked_calls(torch.random, "set_rng_state", note):
+            yield
+        drawn = any(within) or _drawn(before)
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
