@@ -31,7 +31,7 @@ from operator import length_hint
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.choices import Choice, Cuts, everything
 from lightning_piper.search.coarse_bounds import Coarse
-from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
+from lightning_piper.search.estimate import Estimate, bytes_of_ranks, estimate, memory_of, time_of
 from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.report import CandidateRow, Found, reason
 from lightning_piper.search.space import Candidate, Family, Layout, Space, shards_some
@@ -174,7 +174,7 @@ class Search:
         lowest = [item for group in families.values() for item in self._lowest(group)]
         # Try layouts with few passes first.
         for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):
-            if self._is_excluded(bound) or self._is_excluded(self._raised(bound, layout)):
+            if self._is_excluded(bound) or self._is_excluded(self._raised(bound, layout, rough=True)):
                 continue
             levels = sorted(level for any_of in self.space.levels_of(layout) for level in any_of)
             for level in {levels[-1], *levels[:2][-1:]}:  # the highest level, and the lowest but one
@@ -260,15 +260,16 @@ class Search:
         """Return the cuts into stages with equal numbers of blocks, or nearly equal ones."""
         return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
 
-    def _raised(self, bound: Number, branch: Layout | Choice) -> Number:
+    def _raised(self, bound: Number, branch: Layout | Choice, rough: bool = False) -> Number:
         """Return the larger one of the bound and the branch's bound from all ranks together (`joint_bounds`).
         Of a layout, use the lowest bound of its choices. If the objective is memory, return the given
-        bound."""
+        bound. `Together.time` explains `rough`."""
         if self.by_memory:
             return bound
         if isinstance(branch, Layout):
-            return max(bound, min(self._raised(bound, choice) for choice in self._whole(branch)))
-        return max(bound, self.together.time(branch.layout, branch.options(), float(self._limit(None))))
+            return max(bound, min(self._raised(bound, choice, rough) for choice in self._whole(branch)))
+        enough = float(self._limit(None))
+        return max(bound, self.together.time(branch.layout, branch.options(), enough, rough))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
         """Return whether the search can skip candidates with this bound.
@@ -417,8 +418,10 @@ class Search:
 
     def _fits(self, candidate: Candidate) -> bool:
         """Return whether the candidate fits into the memory of devices and hosts."""
-        memory, host = memory_of(self.model, candidate)
-        return max(memory) <= self.space.memory and max(host) <= self.space.hardware.host_memory
+        most, on_host = self.space.memory, self.space.hardware.host_memory
+        return all(
+            memory <= most and host <= on_host for memory, host in bytes_of_ranks(self.model, candidate)
+        )
 
     def _bound(self, candidate: Candidate) -> Number:
         """Return a lower bound of a candidate's objective. If the objective is memory, it is the

@@ -23,7 +23,7 @@ The estimate differs from the simulator in three points:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_piper.search.links import message
@@ -377,15 +377,19 @@ class _ClockSimulation:
 def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
     """Return two tuples with a number for each rank: the bytes of one of its devices, including the margin,
     and the bytes of host memory for this device."""
+    memory, host = zip(*bytes_of_ranks(model, candidate), strict=True)
+    return memory, host
+
+
+def bytes_of_ranks(model: CostModel, candidate: Candidate) -> Iterator[tuple[Number, Number]]:
+    """Yield the numbers of `memory_of` for each rank."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)
     ways, keep = ways_of(candidate), 1 + model.space.margin
-    found = []
     fixed = model.fixed_bytes(candidate.layout, candidate.levels, candidate.cuts)
     for stages, states, own in zip(rows.local, rows.kept, fixed, strict=True):
         saved, host = saved_bytes(costs, [(s, spans[s], ways[s]) for s in stages], states)
-        found.append(((own.static + max(saved + own.messages, own.ends)) * keep, host))
-    return tuple(m for m, _ in found), tuple(h for _, h in found)
+        yield (own.static + max(saved + own.messages, own.ends)) * keep, host
 
 
 def saved_bytes(

@@ -83,7 +83,9 @@ class Together:
         # Layout, number of memory inequalities -> the last weights p, q and u.
         self._known: dict[tuple[Layout, int], tuple[Array, Array, Array]] = {}
 
-    def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:
+    def time(
+        self, layout: Layout, options: Sequence[Sequence[Option]], enough: float, rough: bool = False
+    ) -> float:
         """Return a lower bound of the seconds of a step. It is 0 if no weights with a bound are found, or if
         the messages between stages alone fill the memory.
 
@@ -92,6 +94,7 @@ class Together:
             options: For each stage, the (level, way) that it may have.
             enough: The search for better weights stops when the bound has this many seconds, because a larger
                 bound would not help.
+            rough: If weights for a different numbering of the devices are known, do not search for better ones.
         """
         costs = self._model.costs(layout)
         table = table_of((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
@@ -123,7 +126,7 @@ class Together:
 
         # Good weights for the layout with a different numbering of its devices are often good enough.
         alike = layout._replace(routed=1, data_inside=True, groups=1), len(inverse)
-        if alike in self._known and (least := bound(*self._known[alike])) >= enough:
+        if alike in self._known and ((least := bound(*self._known[alike])) >= enough or rough):
             return least
         counts, kinds, members = _alike(blocks, max(KINDS, PLACES // allowed.size))
         some = (members.T @ inside > 0)[:, :, None] & allowed  # (kinds, stages, options)
@@ -362,8 +365,9 @@ def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
     """
     every = np.concatenate([column.reshape(len(blocks.sums), -1) for column in blocks], axis=1)
     scale = every.sum(axis=0)
-    _, kind = np.unique(np.round(every / np.where(scale > 0, scale, 1), 12), axis=0, return_inverse=True)
-    kind = kind.reshape(-1)
+    rows = list(map(tuple, np.round(every / np.where(scale > 0, scale, 1), 12).tolist()))
+    number = {row: k for k, row in enumerate(sorted(set(rows)))}
+    kind = np.array([number[row] for row in rows])
     if kind.max() >= most:
         work = blocks.passes[:, 0].sum(axis=1)
         kind = np.searchsorted(np.quantile(work, np.arange(1, KINDS) / KINDS), work)
