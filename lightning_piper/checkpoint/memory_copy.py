@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -165,9 +166,12 @@ class MemoryCheckpoint(OpenedCheckpoint):
 
     Attributes:
         parts: Key of a tensor -> start, stop and elements of each range that a process has copied.
+        others: For each other process of the copies, a function that returns the content of its copy, and whether the
+            process is lost. Empty if the run has as many processes as when it made the copies.
     """
 
     parts: Mapping[str, Sequence[tuple[int, int, torch.Tensor]]]
+    others: Sequence[tuple[Callable[[], dict[str, Any]], bool]]
 
     def read(self, ranges: Sequence[TensorRange], world: World) -> None:
         """Read ranges.
@@ -203,13 +207,40 @@ class MemoryCopies:
 
     def __init__(self, files: Sequence[tuple[int, int]], lost: Callable[[], bool]) -> None:
         self._of_ranks = [[MemoryCopy(file) for file in pair] for pair in files]
+        self._size = len(files)
+        # The copies from before the run had fewer processes: their number, the number of their processes, and for each
+        # process of this run its rank among them.
+        self._earlier: tuple[int, int, list[int]] = -1, 0, []
         self._lost, self._behind = lost, BackgroundThread("piper-spares")
         self.late = LateCopies(HostRoom())
 
     @property
     def number(self) -> int:
         """The number of the latest copies that all processes have; -1 if they have none."""
-        return min(max(copy.number for copy in copies) for copies in self._of_ranks)
+        return max(self._earlier[0], self._own_number)
+
+    @property
+    def _own_number(self) -> int:
+        """Like `number`, of the processes that the run has now."""
+        return min(max(copy.number for copy in copies) for copies in self._of_ranks[: self._size])
+
+    def continue_on(self, ranks: Sequence[int]) -> None:
+        """Continue with fewer processes.
+
+        Args:
+            ranks: The rank of each process before.
+        """
+        if len(ranks) == self._size:
+            return
+        number, size, before = self._earlier
+        if (own := self._own_number) > number:
+            self._earlier = own, self._size, [*ranks]
+        else:
+            self._earlier = number, size, [before[rank] for rank in ranks]
+        # Some of these processes may already have newer copies, which are not for fewer processes.
+        for copy in chain(*self._of_ranks):
+            copy.number = -1 if copy.number > self._earlier[0] else copy.number
+        self._size = len(ranks)
 
     def keep(
         self,
@@ -243,17 +274,24 @@ class MemoryCopies:
 
     def take(self, rank: int) -> MemoryCheckpoint:
         """Return the latest copies that all processes have. Newer copies of this process end."""
-        number = self.number
+        number, size, ranks = self.number, self._size, [*range(self._size)]
         for copy in self._of_ranks[rank]:
             copy.number = -1 if copy.number > number else copy.number
-        latest = [next(x for x in copies if x.number == number).read() for copies in self._of_ranks]
+        if number == self._earlier[0]:
+            _, size, ranks = self._earlier
+        latest = [next(x for x in copies if x.number == number).read() for copies in self._of_ranks[:size]]
         specs: dict[str, dict[str, Any]] = {}
         parts: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
         for _, found in latest:
             for key, spec, start, stop, elements in found:
                 specs[key] = spec
                 parts.setdefault(key, []).append((start, stop, elements))
-        return MemoryCheckpoint(MEMORY, latest[rank][0](), specs, parts)
+        contents = [content for content, _ in latest]
+        others = [
+            (content, each not in ranks) for each, content in enumerate(contents) if each != ranks[rank]
+        ]
+        fewer = len(ranks) < size
+        return MemoryCheckpoint(MEMORY, contents[ranks[rank]](), specs, parts, others if fewer else [])
 
     def wait(self) -> None:
         """Wait until the copy of this process is complete."""

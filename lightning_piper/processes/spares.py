@@ -3,7 +3,7 @@
 Rank 0 starts the spares with the other processes. Its store connects all of them for the whole run. When processes are
 lost, the other processes meet at the store with spares that take the lost ranks. They are then a new generation: they
 connect again, through another store of rank 0. If a process is lost meanwhile, rank 0 breaks that store's connections,
-and the next generation begins.
+and the next generation begins. If the run has too few spares, the new generation may have fewer processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from subprocess import Popen
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ SPARES, SPARE = "LIGHTNING_PIPER_SPARES", "LIGHTNING_PIPER_SPARE"
 OFTEN = 0.005  # seconds between two looks of rank 0 at the store
 _LONG = timedelta(days=20)  # a spare waits as long as the run; the store does not take a longer time
 _FILES = "lightning_piper copies"
-_OVER, _STOP = "over", "stop"
+_OVER = "over"
 
 
 class Spares:
@@ -41,6 +41,7 @@ class Spares:
         count: Number of spares that rank 0 has started.
         is_rank_zero: Whether this process has the store.
         timeout: Timeout of communication.
+        runs_on: Returns whether the fit can run on a number of processes.
 
     Attributes:
         generation: How often the processes have met.
@@ -54,14 +55,22 @@ class Spares:
     """
 
     def __init__(
-        self, host: str, port: int, size: int, count: int, is_rank_zero: bool, timeout: timedelta
+        self,
+        host: str,
+        port: int,
+        size: int,
+        count: int,
+        is_rank_zero: bool,
+        timeout: timedelta,
+        runs_on: Callable[[int], bool],
     ) -> None:
         self._store = dist.TCPStore(
             host, port, is_master=is_rank_zero, wait_for_workers=False, timeout=timeout
         )
         keep_connections(port)
         self.generation, self.left = 0, count
-        self._host, self._is_rank_zero, self._timeout = host, is_rank_zero, timeout
+        self._host, self._is_rank_zero, self._timeout, self._runs_on = host, is_rank_zero, timeout, runs_on
+        self._gone: set[int] = set()  # lost ranks of this generation that no spare takes
         self._first = 0  # index of the first spare that waits
         self._prepares = False  # whether spares may prepare themselves
         self.waiting: list[Popen[Any]] = []
@@ -128,8 +137,8 @@ class Spares:
             return not self._store.check([key])
         return False
 
-    def wait_for_rank(self) -> int | None:
-        """Return the rank that this spare takes. None if the run has ended without it."""
+    def wait_for_rank(self) -> tuple[int, list[int]] | None:
+        """Return the rank that this spare takes, and the result of `join`. None if the run has ended without it."""
         key = f"spare {os.environ[SPARE]}"
         try:
             self._store.wait([key], _LONG)
@@ -139,7 +148,8 @@ class Spares:
         if found == _OVER:
             return None
         rank, self.generation = map(int, found.split())
-        return rank if self.join(rank) else None
+        stay = self.join(rank)
+        return None if stay is None else (rank, stay)
 
     def end(self) -> None:
         """Close the files. On rank 0, let the spares end that still wait, because the run needs no spare any more."""
@@ -158,15 +168,22 @@ class Spares:
             lost: Ranks that are lost, even if their processes have not ended yet.
 
         Returns:
-            The ranks. None if the run has too few spares; then `join` returns False.
+            The lost ranks. None if the run has too few spares, and cannot run on fewer processes; then `join` returns
+            None.
         """
-        ranks = [r for r, other in enumerate(others, 1) if r in lost or other.poll() is not None]
+        ranks = [
+            r
+            for r, other in enumerate(others, 1)
+            if r not in self._gone and (r in lost or other.poll() is not None)
+        ]
         for rank in ranks:
-            spare = self._take(rank)
-            if spare is None:
-                self.refuse()
-                return None
-            others[rank - 1] = spare
+            if (spare := self._take(rank)) is not None:
+                others[rank - 1] = spare
+            else:
+                self._gone.add(rank)
+        if self._gone and not self._runs_on(1 + len(others) - len(self._gone)):
+            self.refuse()
+            return None
         return ranks
 
     def _take(self, rank: int) -> Popen[Any] | None:
@@ -184,48 +201,58 @@ class Spares:
         for key in (f"spare {index}", f"spare {index} prepares"):
             self._store.set(key, what)
 
-    def gather(self, others: list[Popen[Any]]) -> list[int] | None:
+    def gather(self, others: list[Popen[Any]]) -> tuple[list[int], list[int]] | None:
         """Wait until all other processes have called `join`, and begin a new generation. Rank 0 calls it.
 
         Args:
-            others: The other processes, in the order of their ranks. If one of them ends, a spare replaces it.
+            others: The other processes, in the order of their ranks. If one of them ends, a spare replaces it. Afterwards
+                the list has the processes of the new generation.
 
         Returns:
-            The ranks that spares have taken meanwhile. None if the run has too few spares, or a process does not call
-            `join` in time; then `join` returns False.
+            The ranks that are lost meanwhile, and the result of `join`. None if the run cannot continue, or a process does
+            not call `join` in time; then `join` returns None.
         """
-        keys = [self._key(rank) for rank in range(1, len(others) + 1)]
         ends = time.monotonic() + self._timeout.total_seconds()
         found: list[int] = []
-        while not self._store.check(keys):
+        while not self._have_joined(stay := [r for r in range(1, len(others) + 1) if r not in self._gone]):
             ranks = self.replace(others)
             if ranks is None or time.monotonic() > ends:
                 self.refuse()
                 return None
             found += ranks
             time.sleep(OFTEN)
+        others[:] = [others[rank - 1] for rank in stay]
         self.left = len(self.waiting)
-        self._store.set(self._key("answer"), str(self.left))
+        self._store.set(self._key("answer"), json.dumps([self.left, [0, *stay]]))
         self.generation += 1
-        return found
+        self._gone = set()
+        return found, [0, *stay]
+
+    def _have_joined(self, ranks: Sequence[int]) -> bool:
+        return not ranks or self._store.check([self._key(rank) for rank in ranks])
 
     def refuse(self) -> None:
-        """Let `join` return False on the other processes, because the run cannot continue. Rank 0 calls it."""
-        self._store.set(self._key("answer"), _STOP)
+        """Let `join` return None on the other processes, because the run cannot continue. Rank 0 calls it."""
+        self._store.set(self._key("answer"), json.dumps(None))
 
-    def join(self, rank: int) -> bool:
-        """Wait for rank 0's `gather`, and return whether a new generation begins. Other ranks call it."""
+    def join(self, rank: int) -> list[int] | None:
+        """Wait for rank 0's `gather`. Other ranks call it.
+
+        Returns:
+            The ranks whose processes, or spares for them, are the new generation. Their positions in the list are their
+            new ranks. None if the run cannot continue.
+        """
         self._store.set(self._key(rank), "")
         try:
             self._store.wait([self._key("answer")], self._timeout)
-            answer = self._store.get(self._key("answer")).decode()
+            answer = json.loads(self._store.get(self._key("answer")))
         except dist.DistError:  # rank 0 is gone
-            return False
-        if answer == _STOP:
-            return False
-        self.left = int(answer)
+            return None
+        if answer is None:
+            return None
+        self.left, stay = answer
         self.generation += 1
-        return True
+        return list(stay)
 
     def _key(self, what: object) -> str:
         return f"after generation {self.generation}: {what}"

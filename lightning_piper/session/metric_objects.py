@@ -58,6 +58,22 @@ def restore_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, A
         _set(module.get_submodule(name), state)
 
 
+def add_metric_states(
+    module: nn.Module, states: Mapping[str, dict[str, Any]], more: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Add to the result of `metric_states` the states of another process, as a sync of the two processes would. A state
+    that torchmetrics does not merge stays."""
+    for name, state in states.items():
+        metric, other = module.get_submodule(name), more[name]
+        for key, reduction in metric._reductions.items():
+            if isinstance(metric._defaults[key], list):
+                state[key] = [*state[key], *other[key]]
+            elif reduction is not None:
+                state[key] = reduction(torch.stack([state[key], other[key]]))
+        state["_update_count"] += other["_update_count"]
+        state["_computed"] = None
+
+
 def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
     """Return, for each metric object that a step updates, the processes that compute its arguments, by
     replica.

@@ -21,7 +21,7 @@ from lightning_piper.common.argument_names import problem_of
 from lightning_piper.degrees import Degrees
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.program import annotate_as
-from lightning_piper.errors import CaptureError, PiperError
+from lightning_piper.errors import CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of, put_together
 from lightning_piper.holdings.materialization import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
@@ -256,6 +256,17 @@ class EvaluatingStrategy(OverProcesses):
         if self._degrees is None or self._local:
             return self._degrees
         return self._degrees.for_devices(self._program_size)
+
+    def _runs_on(self, processes: int) -> bool:
+        module, degrees, given = self.lightning_module, self._degrees, self._program
+        assert module is not None
+        try:
+            if degrees is not None:
+                given = list(degrees.for_devices(processes).program().directives)
+            program = for_fit(given, module, processes, lambda text: None, self._is_searched(module))
+        except DirectiveError:
+            return False
+        return sorted(replicas_of(program).values() or [0]) == list(range(processes))
 
     def _given(self) -> list[Directive] | None:
         """Return the directives passed to the strategy, or the directives of its degrees, without the

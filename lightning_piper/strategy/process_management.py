@@ -8,7 +8,8 @@ import gc
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -290,7 +291,8 @@ class OverProcesses(_lightning.Strategy):
                 progress = partial(_lightning.progress_of, self.lightning_module.trainer)
                 host = HERE if self.num_nodes == 1 else environment.main_address
                 self._watch = FailureWatch(self.world, host, self.started, progress)
-                if self._copies is not None and spares is not None and spares.left:
+                goes_on = spares is not None and (spares.left or self._runs_on(self.world_size - 1))
+                if self._copies is not None and goes_on:
                     self._watch.replaces = self._timeout.total_seconds()
                 self._termination = Termination(self.global_rank, self._watch, SIGTERMException)
 
@@ -319,7 +321,7 @@ class OverProcesses(_lightning.Strategy):
         assert self.cluster_environment is not None
         address = self.cluster_environment.main_address, self.cluster_environment.main_port
         counts = self.world_size, self._spare_count
-        self._spares = spares = Spares(*address, *counts, self.is_global_zero, self._timeout)
+        self._spares = spares = Spares(*address, *counts, self.is_global_zero, self._timeout, self._runs_on)
         self._captures, path = KeptCaptures(), None
         spares.waiting = waiting
         before = BeforeFit(trainer)
@@ -327,12 +329,13 @@ class OverProcesses(_lightning.Strategy):
             if spares.wait_to_prepare():
                 self._warm_up(trainer, enter)
                 before.restore()
-            rank, path = spares.wait_for_rank(), MEMORY
-            if rank is None:
+            taken, path = spares.wait_for_rank(), MEMORY
+            if taken is None:
                 end_spare()
-            os.environ["LOCAL_RANK"] = str(rank)
             del os.environ[SPARE]
         self._copies = MemoryCopies(spares.files, self._is_lost)
+        if path is not None:
+            self._continue_on(*taken)
         try:
             while True:
                 try:
@@ -357,6 +360,10 @@ class OverProcesses(_lightning.Strategy):
         finally:
             self._warms_up = False
         gc.collect()  # now, and not while other processes wait for this one
+
+    @abstractmethod
+    def _runs_on(self, processes: int) -> bool:
+        """Return whether the fit can continue on fewer processes, each with a replica."""
 
     def _is_watched(self) -> bool:
         """Return whether this strategy ends the run, or replaces a process, if a process fails."""
@@ -392,17 +399,38 @@ class OverProcesses(_lightning.Strategy):
             self.phase.fit.ownership.abandon()
         destroy_all_groups()
         if not self.is_global_zero:
-            return self._spares.join(self.global_rank)
-        more = self._spares.gather(self.started)
-        if not ranks or more is None:
+            stay = self._spares.join(self.global_rank)
+            if stay is not None:
+                self._continue_on(self.global_rank, stay)
+            return stay is not None
+        gathered = self._spares.gather(self.started)
+        if not ranks or gathered is None:
             return False
+        more, stay = gathered
+        fewer = "" if len(stay) == self.world_size else f" on {counted(len(stay), 'process')}"
         warnings.warn(
-            f"PiperStrategy: spares replace the lost ranks {sorted({*ranks, *more})}. The fit continues from the copies in "
+            f"PiperStrategy: the fit has lost ranks {sorted({*ranks, *more})}. It continues{fewer} from the copies in "
             f"memory, before batch {self._copies.number}. The run has {counted(self._spares.left, 'spare')} left "
             "[PIPER-W033]",
             stacklevel=2,
         )
+        self._continue_on(0, stay)
         return True
+
+    def _continue_on(self, rank: int, stay: Sequence[int]) -> None:
+        """Take part in the new generation of processes.
+
+        Args:
+            rank: The rank of this process before, or the rank that this spare takes.
+            stay: As `Spares.join` returns it.
+        """
+        assert self._copies is not None and self.parallel_devices is not None
+        self._copies.continue_on(stay)
+        if len(stay) < self.num_processes:
+            self._captures = KeptCaptures()  # of batches of more replicas
+            self.parallel_devices = self.parallel_devices[: len(stay)]
+        os.environ["LOCAL_RANK"] = str(stay.index(rank))
+        self.set_world_ranks()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

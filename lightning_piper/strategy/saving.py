@@ -194,6 +194,11 @@ class SavingStrategy(EvaluatingStrategy):
             restored.sharded = Loading(opened, world, beside) if opened.tensors else None
             restored.outside = content.pop(OUTSIDE)
             assert self.lightning_module is not None
+            for other, is_lost in opened.others:
+                found = other()
+                add_optimizer_states(content, found)
+                if is_lost and self.is_global_zero:
+                    spares.add_lost(self.lightning_module, restored.outside, found[OUTSIDE])
             # The Trainer does this after it has loaded the values, which would then be rounded.
             self.precision_plugin.convert_module(self.lightning_module)
             # the process may have left a validation
@@ -342,7 +347,7 @@ class SavingStrategy(EvaluatingStrategy):
         """
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress
         phase, copies = self.phase, self._copies
-        assert copies is not None and self._watch is not None
+        assert copies is not None
         if isinstance(phase, Starting) and trainer.ckpt_path == MEMORY:
             # Lightning draws random numbers until here.
             spares.restore_random_numbers(self._restored.outside["random"])
@@ -351,7 +356,8 @@ class SavingStrategy(EvaluatingStrategy):
         added = isinstance(phase, Fitting) and len(self.optimizers[0].param_groups) > len(
             phase.fit.optimizer.names
         )
-        if continues or added or self._watch.replaces is None:  # the run has no spare any more
+        # The run may be unable to lose one more process.
+        if continues or added or self._watch is None or self._watch.replaces is None:
             return
         sharding = next((x for x in self.optimizers if hasattr(x, "consolidate_state_dict")), None)
         if sharding is not None or (not isinstance(phase, Fitting) and phase.left.optimizers):
@@ -422,6 +428,13 @@ class SavingStrategy(EvaluatingStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             self._saves.remove(self.checkpoint_io, filepath)
+
+
+def add_optimizer_states(content: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Add to the optimizers' states of a copy the states of parameters that only another process had."""
+    for own, other in zip(content["optimizer_states"], more["optimizer_states"], strict=True):
+        if "state" in own:
+            own["state"] = {**other["state"], **own["state"]}
 
 
 def _check_number(saved: int, here: int) -> None:

@@ -109,7 +109,8 @@ class PiperStrategy(SavingStrategy):
         stop_on_nan: Whether to stop the training if a gradient is NaN or infinite on any process: on a CPU before
             the update, on an accelerator before the next update.
         spares: Number of spare processes. They start with the other processes, run the script up to `fit` and wait. If
-            a process is lost in `fit`, a spare replaces it, and the last step runs again from copies in memory.
+            a process is lost in `fit`, a spare replaces it, and the last step runs again from copies in memory. If no
+            spare is left, replicas continue with fewer processes.
         local_sgd: Settings of local SGD (DiLoCo), under which several replicas of the program train alone and
             exchange their parameters now and then (default: no local SGD). See `LocalSGD`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for

@@ -18,8 +18,9 @@ on.
 - `_callback_metrics`, `_logged_metrics` and `_progress_bar_metrics` of `_logger_connector`: the latest logged values.
   `_first_loop_iter`: whether this is the first batch of the epoch, so that its values begin new sums; None before it.
 - `_results` of the loop over batches: key of a value that the epoch logs -> `_ResultMetric`. It has the `meta` data of
-  the call of `log` (`_Metadata`, with a `_Sync`). If the value is a tensor, its states (`_defaults`) are the sums of the
-  epoch so far. Otherwise, `value` is a metric object of the module, at `metric_attribute`.
+  the call of `log` (`_Metadata`, with a `_Sync`, which reduces the value over processes if `_should` is true). If the
+  value is a tensor, its states (`_defaults`) are the sums of the epoch so far: `value`, and for a mean
+  `cumulated_batch_size`. Otherwise, `value` is a metric object of the module, at `metric_attribute`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from subprocess import Popen
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import (
@@ -47,6 +49,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_piper.common.lightning_packages import is_exactly
 from lightning_piper.processes.spares import SPARE, SPARES
+from lightning_piper.session.metric_objects import add_metric_states
 from lightning_piper.strategy.spares.module_state import (
     State,
     dtypes_of,
@@ -57,6 +60,7 @@ from lightning_piper.strategy.spares.module_state import (
 
 LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter")
 SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+SUMS = ("value", "cumulated_batch_size")
 # Variables by which torchrun describes a process. `LightningEnvironment` also reads most of them.
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
@@ -186,6 +190,19 @@ def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     trainer.should_stop, trainer.accumulate_grad_batches = state["stops"], state["accumulates"]
 
 
+def add_lost(module: pl.LightningModule, state: Mapping[str, Any], lost: Mapping[str, Any]) -> None:
+    """Add to the result of `outside_checkpoint` the result of a lost process that no spare replaces: the states of metric
+    objects, and the logged values that the processes reduce at the end of the epoch."""
+    add_metric_states(module, state["module"]["metrics"], lost["module"]["metrics"])
+    for key, found in state["epoch"].items():
+        sums, more = found["sums"], lost["epoch"].get(key, {}).get("sums", {})
+        if "value" in more and found["meta"]["_sync"]["_should"]:
+            own = found["meta"]["reduce_fx"]
+            reduce = own if own in (torch.max, torch.min) else torch.sum
+            both = {name: reduce(torch.stack([sums[name], more[name]])) for name in more if name in SUMS}
+            sums.update({**both, "_computed": None})
+
+
 def _logged_in_epoch(trainer: pl.Trainer) -> dict[str, State]:
     """Return the values that the epoch has logged so far, without the function that sums a value over processes."""
     found = {}
@@ -202,6 +219,9 @@ def _restore_logged_in_epoch(trainer: pl.Trainer, state: Mapping[str, State]) ->
     results.clear()
     for key, found in state.items():
         sync = {name: x for name, x in found["meta"]["_sync"].items() if name not in ("fn", "_fn")}
+        sync["_should"] &= (
+            trainer.strategy.is_distributed
+        )  # Lightning does not sync the values of one process
         meta = _Metadata(**{**found["meta"], "_sync": _Sync(fn=trainer.strategy.reduce, **sync)})
         results[key] = each = _ResultMetric(meta, "value" in found["sums"])
         vars(each).update(found["sums"])

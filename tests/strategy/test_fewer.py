@@ -1,0 +1,67 @@
+"""A fit that loses processes and has no spare left continues with fewer replicas. It ends with the same bits as a fit
+that resumes, with fewer replicas, from a checkpoint saved before the lost step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.processes import launch_trainings, run_ranks
+from tests.strategy.fewer import EPOCHS, SAMPLES, train
+from tests.strategy.scenarios import equal
+from tests.strategy.spared import Loss, samples
+
+LOST_IN = 7  # batches done before, in all epochs
+
+
+def resumed(folder: Path, kind: str, left: int, step: int = LOST_IN) -> dict[str, Any]:
+    """Return the result of a training that three processes begin, and `left` processes continue."""
+    launch_trainings(3, train, folder, folder, 3, kind)
+    path = folder / "saved" / f"step={step}.ckpt"
+    found: dict[str, Any] = launch_trainings(left, train, folder, folder, left, kind, (), path)[0]
+    return found
+
+
+def lost(folder: Path, kind: str, losses: Sequence[Loss]) -> list[dict[str, Any]]:
+    """Return the results of the processes that finish a training of three processes and a spare."""
+    ends = run_ranks(3 + 1, train, folder, folder, 3, kind, losses, joined=False)
+    for end in ends:
+        assert isinstance(end.result, dict) or end.exitcode == -signal.SIGKILL, end.said[-3000:]
+    return [end.result for end in ends if isinstance(end.result, dict)]
+
+
+def of(rank: int, after: int | None = None, moment: str = "update") -> Loss:
+    return Loss(rank, moment, LOST_IN, 0, after)
+
+
+@pytest.mark.parametrize("kind, losses, left", [
+    ("0", [of(1), of(1)], 2), ("3", [of(1), of(1)], 2), ("uncaptured", [of(1), of(2)], 2), ("3 averages", [of(1), of(2)], 2),
+    ("2", [of(1), of(2, 0, "connecting")], 2), ("3", [of(1), of(2, 0), of(1, 1)], 1), ("0", [of(1), of(2, 0), of(1, 1)], 1),
+    ("uncaptured", [of(1), of(2, 0), of(1, 1)], 1),
+])  # fmt: skip
+def test_fewer_replicas(kind, losses, left, tmp_path):
+    """Two or three processes are lost, and a spare replaces one of them."""
+    wanted = resumed(tmp_path / "resumed", kind, left)
+    found = lost(tmp_path / "lost", kind, losses)
+    assert len(found) == left
+    for result in found:
+        assert equal(result["values"], wanted["values"]) and result["steps"] == wanted["steps"]
+        assert result["devices"] == left
+    x = samples(SAMPLES)[1]
+    for epoch in found[0]["epochs"]:
+        assert (epoch["count"], epoch["largest"]) == (SAMPLES, float(x.max()))
+        assert abs(epoch["mean"] - float(x.mean())) < 1e-12
+    assert all("on 2 processes" in each or "on 1 process " in each for each in found[0]["told"][1:])
+
+
+@pytest.mark.parametrize("kind", ["3 without states", "uncaptured without lost"])
+def test_without_a_part_of_the_copies_the_result_differs(kind, tmp_path):
+    """The process that gets rank 1 had rank 2. Under ZeRO, it held none of the parameters that it now gets."""
+    found = lost(tmp_path / "lost", kind, [of(1), of(1)])
+    wanted = resumed(tmp_path / "resumed", kind, 2)
+    counts = [epoch["count"] for epoch in found[0]["epochs"]]
+    assert not equal(found[0]["values"], wanted["values"]) or counts != [SAMPLES] * EPOCHS
