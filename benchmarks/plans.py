@@ -37,7 +37,7 @@ from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.directives import Directive, parse
 from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.verify import check
+from lightning_piper.verify.hook import StaticCheck
 
 HEAD = (
     "| devices | nodes | instructions | capture s | program s | static check s | plan s | plan check s | "
@@ -115,19 +115,23 @@ def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
     """
     start = time.process_time()
     step = make()
-    times = [time.process_time() - start]
+    times, checking, check = [time.process_time() - start], [0.0], StaticCheck()
 
-    def timed(call: Callable[[], Any]) -> Any:
+    def after(*done: Any) -> None:
         begin = time.process_time()
-        made = call()
-        times.append(time.process_time() - begin)
-        return made
+        check(*done)
+        checking[0] += time.process_time() - begin
 
     with uncollected():
-        dag = timed(lambda: run_pipeline(prepared(step, program), program))
-        timed(lambda: check(dag, final=True))
-        plans = timed(lambda: compile_plans(dag, len(dag.devices()) // 2))
-        timed(lambda: check_plans(plans.representatives, plans.image))
+        start = time.process_time()
+        dag = run_pipeline(prepared(step, program), program, after=after)
+        times += [time.process_time() - start - checking[0], checking[0]]
+        start = time.process_time()
+        plans = compile_plans(dag, len(dag.devices()) // 2)
+        times.append(time.process_time() - start)
+        start = time.process_time()
+        check_plans(plans.representatives, plans.image)
+        times.append(time.process_time() - start)
     count = sum(len(plan.instructions) for plan in plans.representatives.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     shown = " | ".join(f"{t:.2f}" for t in (*times, sum(times[1:])))

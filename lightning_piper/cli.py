@@ -23,7 +23,6 @@ from lightning_piper.cli_search import run_compare, run_search
 from lightning_piper.common.argument_names import problem_of
 from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.common.limits import kind_of
-from lightning_piper.common.units import Stopwatch
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, parse
 from lightning_piper.directives.program import annotate_as, annotations_of
@@ -47,7 +46,7 @@ from lightning_piper.simulate import (
 )
 from lightning_piper.strategy import consolidate
 from lightning_piper.verify import verify_step
-from lightning_piper.verify.hook import run_checked
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.passes import Passes
 from lightning_piper.viz import dot_graph, svg_chart, text_chart
 from lightning_piper_cli import main
@@ -93,17 +92,14 @@ def _check(args: argparse.Namespace) -> str:
     """
     module, batch, program = _given(args)
     passes = _passes(args)
-    watch = Stopwatch() if passes is None else passes.watch
+    hook = StaticCheck() if passes is None else passes
     report = None
     try:
         step = capture(module, batch)
         with uncollected():
-            if passes is None:
-                dag = run_checked(step, program, watch)
-            else:
-                dag = run_pipeline(step, program, after=passes)
+            dag = run_pipeline(step, program, after=hook)
             plans = compile_plans(dag)
-            with watch:
+            with hook.watch:
                 check_plans(plans.representatives, plans.image)
         if args.execute:
             report = verify_step(step, module, batch, program)
@@ -116,7 +112,7 @@ def _check(args: argparse.Namespace) -> str:
         _write(args.certificate, json.dumps(certificate_of(dag, plans, program)), "--certificate")
     lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(program)]
     if report is None:
-        compiled = Compiled(step, program, dag, plans, checked=watch.seconds)
+        compiled = Compiled(step, program, dag, plans, checked=hook.watch.seconds)
         lines += [compiled.summary(), f"  {_memory(compiled, module)}"]
     if passes is not None and args.passes:
         return "\n".join([*lines, *passes.table(report), *(report.ending if report is not None else ["ok"])])

@@ -24,7 +24,7 @@ from lightning_piper.capture import (
 )
 from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.common.limits import INDEX, integer, kind_of, shown
-from lightning_piper.common.units import Stopwatch, duration
+from lightning_piper.common.units import duration
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.replicate import shards_of
 from lightning_piper.directives.split import refuse_nonlinear
@@ -38,7 +38,7 @@ from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import Plans, check_plans, compile_plans
 from lightning_piper.summary import degrees_of, parameters_of, unproved
 from lightning_piper.verify import Report, verify_step
-from lightning_piper.verify.hook import run_checked
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.uncaptured_check import verify_executed
 
 
@@ -77,7 +77,7 @@ class Compiled:
         """
         lines = [self._head, parameters_of(self.dag, self.program), "not checked (verification is off)"]
         if self.checked is not None:
-            how = "the finished graph and all plans, without running them"
+            how = "the graph after each directive, and all plans, without running them"
             lines[-1] = f"checked in {duration(self.checked)}: {how}"
             left = "; ".join(unproved(self.dag, self.step.executed, self.step.draws))
             lines += [f"not proved: {left}"] if left else []
@@ -256,7 +256,7 @@ def compile(
         module: A LightningModule. Piper traces its step without data, and does not change it.
         batch: The global batch of one step, as the DataLoader would give it to one device.
         directives: A list of directives or JSON objects, or the path of a JSON file.
-        verify: Run the static check on the finished graph and on the plans. If it fails, the error names the directive.
+        verify: Run the static check after the capture, after each directive and on the plans.
         device: The device type for which the step is captured.
         context: Entered around the step while it is captured, for example autocast.
         step: The method that is captured. Every method except `training_step` is forward-only: see
@@ -368,19 +368,17 @@ def compile_step(
         DirectiveError: A directive does not fit the step.
         VerificationError: A rewrite changed what the step computes.
     """
-    watch = Stopwatch()
+    check = StaticCheck() if verify else None
     with uncollected():
         step = prepared(step, program)
-        if verify:
-            dag = run_checked(step, program, watch, size, training)
-        else:
-            dag = run_pipeline(step, program, size, training)
+        dag = run_pipeline(step, program, size, training, check)
         refuse_nonlinear(program, dag)
         plans = compile_plans(dag, device)
-        if verify:
-            with watch:
+        if check is not None:
+            with check.watch:
                 check_plans(plans.representatives, plans.image)
-    return Compiled(step, program, dag, plans, training, device, watch.seconds if verify else None)
+    checked = None if check is None else check.watch.seconds
+    return Compiled(step, program, dag, plans, training, device, checked)
 
 
 def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> Report:

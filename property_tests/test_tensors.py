@@ -20,7 +20,7 @@ from lightning_piper.capture.eager.eager_reference import run_eagerly
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.values import Slice
 from lightning_piper.passes import run_pipeline
-from lightning_piper.verify.hook import check_each
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 
 DIM, LENGTH, SAMPLES, HEADS, WORDS = 8, 4, 8, 4, 16
@@ -224,7 +224,7 @@ def test_it_equals_one_device_or_is_refused(data: Any) -> None:
     step = capture(module, batch)
     tensors = {name: x.detach() for name, x in module.named_parameters()}
     try:
-        dag = run_pipeline(step, program, after=check_each)
+        dag = run_pipeline(step, program, after=StaticCheck())
     except (CaptureError, DirectiveError) as error:
         event(f"refused: {str(error)[:60]}")
         assert any(

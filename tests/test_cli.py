@@ -119,7 +119,7 @@ def test_check_says_what_it_checked(project: Path, capsys: pytest.CaptureFixture
         assert head == "training_step on 2 devices: 2 stages, 4 microbatches"
         assert params.startswith("  parameters: ") and " (by stage: " in params
         assert re.fullmatch(
-            r"  checked in [\d.]+ (ms|s|min): the finished graph and all plans, without running them",
+            r"  checked in [\d.]+ (ms|s|min): the graph after each directive, and all plans, without running them",
             checked,
         )
         needed = max(bytes_needed(compiled(), 2).values())  # without an optimizer, as with Adam

@@ -19,6 +19,8 @@ from lightning_piper.compiler import Compiled, compile, compile_step
 from lightning_piper.directives import Place, Replicate, Split, parse
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ops.order import Barrier
+from lightning_piper.passes import Done, Pass
 from lightning_piper.schedules import dualpipe, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
 from lightning_piper.verify import hook
 from tests.dags import build, place, split
@@ -77,7 +79,7 @@ def test_the_summary_says_how_devices_share_the_work(name: str, program: Any, he
     assert dataclasses.replace(compiled, checked=0.0123).summary().split("\n  ") == [
         f"training_step on {head}",
         f"parameters: {params}",
-        "checked in 12.3 ms: the finished graph and all plans, without running them",
+        "checked in 12.3 ms: the graph after each directive, and all plans, without running them",
     ]
     unchecked = of(name, program, verify=False)
     assert unchecked.summary().splitlines()[2:] == ["  not checked (verification is off)"]
@@ -336,12 +338,12 @@ def test_all_errors_are_piper_errors() -> None:
 
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `split` lose transfers, as a bug would."""
+    """Let `place` lose a transfer, as a bug would."""
     from lightning_piper.ops.communication.p2p import Recv
 
-    right = Split.apply
+    right = Place.apply
 
-    def wrong(self: Split, dag: Any) -> None:
+    def wrong(self: Place, dag: Any) -> None:
         right(self, dag)
         for recv in list(dag.of_type(Recv)):
             send = dag.nodes[recv.inputs[0][0]]
@@ -349,7 +351,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
                 dag.substitute(reader, (recv.id, 0), send.inputs[0])
             dag.remove([recv, send])
 
-    monkeypatch.setattr(Split, "apply", wrong)
+    monkeypatch.setattr(Place, "apply", wrong)
 
 
 def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,31 +361,44 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
     monkeypatch.setattr(hook, "check", lambda dag, final=False: (checked.append(1), right(dag, final)))
     with pytest.raises(
         VerificationError,
-        match=r"after directive 2 \(split\), (.|\n)*no send and receive bring it to device",
+        match=r"after directive 1 \(place\), (.|\n)*no send and receive bring it to device",
     ):
         of("mlp", gpipe(2, 2))
-    # The finished graph. Then the graph after the capture, after two places, after the split.
-    assert len(checked) == 1 + 4
+    assert len(checked) == 3, "after the capture, after the first place, after the second"
 
 
-def test_an_error_of_a_later_directive_does_not_hide_a_broken_rewrite(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken(monkeypatch)
-    late = Replicate(filter={"PP": 5}, devices=[0, 1])
-    with pytest.raises(VerificationError, match=r"after directive 2 \(split\), "):
-        of("mlp", [*gpipe(2, 2), late])
-    monkeypatch.undo()
-    with pytest.raises(DirectiveError, match=r"directive 5 \(replicate\)"):
-        of("mlp", [*gpipe(2, 2), late])
-
-
-def test_the_finished_graph_and_the_plans_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for owner, name in ((hook, "check"), (compiler, "check_plans")):
-        monkeypatch.setattr(owner, name, lambda *_, final=False, name=name: calls.append(f"{name} {final}"))
+    for owner, name in ((hook, "check"), (hook, "check_orders"), (compiler, "check_plans")):
+        monkeypatch.setattr(owner, name, lambda *_, final=False, name=name: calls.append(name))
     of("mlp", gpipe(2, 2))
-    assert calls == ["check True", "check_plans False"]
+    # After the capture and three directives, after two that only order, and the finished program.
+    assert calls == ["check"] * (1 + 3) + ["check_orders"] * 2 + ["check", "check_plans"]
     calls.clear()
     of("mlp", gpipe(2, 2), verify=False)
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    "also, checked",
+    [
+        (lambda dag: None, "check_orders"),
+        (lambda dag: dag.add(Barrier()), "check_orders"),
+        (lambda dag: dag.change(next(dag.of_type(Chunk)), stream="compute"), "check"),
+        (lambda dag: dag.duplicate(next(dag.of_type(Chunk))), "check"),
+        (lambda dag: setattr(dag, "mean_of_replicas", True), "check"),
+        (lambda dag: dag.policies.update({0: dag.policies}), "check"),
+    ],
+    ids=["nothing", "barrier", "field", "node", "setting", "entry"],
+)
+def test_only_passes_that_only_order_skip_the_rules_of_nodes(
+    also: Any, checked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("check", "check_orders"):
+        monkeypatch.setattr(hook, name, lambda *_, final=False, name=name: calls.append(name))
+    dag, static_check = build("mlp", *gpipe(2, 2)), hook.StaticCheck()
+    for run in (lambda dag: None, also):
+        run(dag)
+        static_check(dag, Done(Pass("own", "bitwise", run), "bitwise", 0.0))
+    assert calls == ["check", checked]

@@ -56,6 +56,7 @@ class TrainingDAG:
         earlier_buckets: Parameter -> device group -> the bucket that holds the group's shards between steps,
             because an earlier program of the training step (for another layout of the batch) put them there.
             Parameters that no earlier program sharded stay whole. None: this program chooses the buckets.
+        revision: The number of changes to nodes that read or make values. Orders do not change it.
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -79,6 +80,7 @@ class TrainingDAG:
         self.hosted: frozenset[str] = frozenset()
         self.mean_of_replicas = False
         self.earlier_buckets: Mapping[str, Mapping[tuple[int, ...], Bucket]] | None = None
+        self.revision = 0
         self._next = 0
 
     # Reading
@@ -305,6 +307,7 @@ class TrainingDAG:
         self.nodes[node.id] = node
         self.graph.add_node(node.id, order=None)
         self._connect(node)
+        self._count_change(node)
         return node
 
     def duplicate(self, chunk: Chunk) -> Chunk:
@@ -342,6 +345,7 @@ class TrainingDAG:
         """
         for node in nodes:
             self._check_here(node)
+            self._count_change(node)
             del self.nodes[node.id]
             self.graph.remove_node(node.id)
 
@@ -365,6 +369,7 @@ class TrainingDAG:
                 edge["data"] = False
         _set(node, **reads)
         self._connect(node)
+        self.revision += 1
 
     def change(self, node: Node, **fields: object) -> None:
         """Change a node's devices, tags, outputs or other fields. `rewire` changes what it reads.
@@ -391,6 +396,7 @@ class TrainingDAG:
             changed = dataclasses.replace(node, **asked)  # type: ignore[arg-type]
             self._check_pass(node, changed.key, len(changed.outputs))
         _set(node, **fields)
+        self._count_change(node)
 
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
         """Make `node` read `new` wherever it reads `old`."""
@@ -467,6 +473,10 @@ class TrainingDAG:
                 f"{len(outputs)}"
             )
             raise ValueError(f"{found}. Give outputs= in the same call, one for each output of the pass")
+
+    def _count_change(self, node: Node) -> None:
+        if node.reads or node.outputs:
+            self.revision += 1
 
     def _connect(self, node: Node) -> None:
         for source, _ in node.reads:

@@ -77,7 +77,7 @@ class PiperStrategy(SavingStrategy):
         pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute, chunk_loss: The program as parallel degrees
             instead of `directives`. `lightning_piper.parallel` explains them. By default, `dp` follows from
             the number of processes. Directives that depend on the module are written at the first batch.
-        verify: `static` checks the finished graph and all plans without running them. `first_batch` also runs the
+        verify: `static` checks every rewrite and plan without running it. `first_batch` also runs the
             finished program on one batch and compares the result with one device's. `each` also runs and
             compares the program after every directive, and prints the report. `determinism` is `static`, and
             runs each training batch three times: different bits are an error. `off` checks nothing.

@@ -25,7 +25,7 @@ from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.communication.gather import rounded_params
 from lightning_piper.passes import Done, apply_program, prepared, run_pipeline
 from lightning_piper.verify.cross_sample import CrossSampleDependence, find_dependences
-from lightning_piper.verify.hook import check_each
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Agreement, Comparison, Report, ReportRow
 from lightning_piper.verify.trial import coarsest
@@ -52,8 +52,10 @@ def verify_step(
     runner = _Runner(step, tensors, leaves, seed)
     rows: list[ReportRow] = []
 
+    static_check = StaticCheck()
+
     def after(dag: TrainingDAG, done: Done) -> None:
-        check_each(dag, done)
+        static_check(dag, done)
         if done.by.index is not None and isinstance(directive := program[done.by.index], Split):
             runner.splits.append(directive)
         if done.by.apart:

@@ -1,52 +1,53 @@
-"""The static check of a program: of the DAG after each pass, or only of the finished DAG."""
+"""The static check as a hook of the pipeline."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_piper.common.units import Stopwatch
-from lightning_piper.directives import Program
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.regions import Step
-from lightning_piper.passes import Done, run_pipeline
-from lightning_piper.verify.static_check import check
+from lightning_piper.passes import Done
+from lightning_piper.verify.static_check import check, check_orders
+
+# Attributes of a DAG that no rule of a node depends on, or whose changes `revision` counts.
+_COUNTED = ("nodes", "graph", "program", "overlaps", "_next", "_code")
 
 
-def check_each(dag: TrainingDAG, done: Done) -> None:
-    """Check the DAG after a pass, except after a pass that is judged together with the next pass.
+class StaticCheck:
+    """A hook that checks a DAG after each pass, except passes that are judged together with the next pass.
 
-    Raises:
-        VerificationError: See `check`.
-    """
-    if done.by.apart:
-        check(dag, final=done.by.finished)
+    If a pass only added or removed orders, the rules of nodes cannot find anything new, so the hook checks
+    only that the graph has no cycle. When the program is finished, the hook checks everything.
 
-
-def run_checked(
-    step: Step,
-    program: Program,
-    watch: Stopwatch,
-    size: int | None = None,
-    training: TrainingDAG | None = None,
-) -> TrainingDAG:
-    """Return the DAG of `run_pipeline`, and check only this DAG.
-
-    If the check or a directive fails, apply the program again, with a check after each pass. So the error is the
-    earliest one, and names the directive that caused it.
-
-    Args:
-        watch: Measures the time of the check.
-
-    Raises:
-        DirectiveError, VerificationError: See `run_pipeline`.
+    Attributes:
+        watch: Measures the time of the checks.
     """
 
-    def after(dag: TrainingDAG, done: Done) -> None:
-        if done.by.apart and done.by.finished:
-            with watch:
-                check(dag, final=True)
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+        self._sound: Any = None  # `_settings` of the DAG that was accepted last
 
-    try:
-        return run_pipeline(step, program, size, training, after)
-    except Exception as error:
-        failed = error
-    run_pipeline(step, program, size, training, check_each)
-    raise failed
+    def __call__(self, dag: TrainingDAG, done: Done) -> None:
+        """Check the DAG after a pass.
+
+        Raises:
+            VerificationError: See `check`.
+        """
+        if not done.by.apart:
+            return
+        with self.watch:
+            found = None if done.by.finished else _settings(dag)
+            if found is not None and found == self._sound:
+                check_orders(dag)
+            else:
+                check(dag, final=done.by.finished)
+            self._sound = found
+
+
+def _settings(dag: TrainingDAG) -> dict[str, Any]:
+    """Return a copy of a DAG's settings and its revision, which stay the same if only orders change."""
+    return {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in vars(dag).items()
+        if key not in _COUNTED
+    }

@@ -38,7 +38,20 @@ def check(dag: TrainingDAG, final: bool = False) -> None:
     Raises:
         VerificationError: Lists each problem, its node, and the directive that caused it.
     """
-    if problems := list(_problems(Facts(dag), final)):
+    _refuse(list(_problems(Facts(dag), final)))
+
+
+def check_orders(dag: TrainingDAG) -> None:
+    """Check only that the graph has no cycle.
+
+    Raises:
+        VerificationError: See `check`.
+    """
+    _refuse(list(_cycles(Facts(dag), dag.in_order())))
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
         shown = "\n  ".join(problems[:10]) + (
             f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         )

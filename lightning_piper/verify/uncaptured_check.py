@@ -24,7 +24,7 @@ from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.verify.equivalence import PERTURBATIONS, check_comparable, compare, movement, one_ulp
-from lightning_piper.verify.hook import check_each
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Report, ReportRow
 
@@ -96,7 +96,7 @@ class _ComparedPasses:
     """
 
     def __init__(self, module: nn.Module, runs: _UserRuns, replicas: int, trained: Sequence[str]) -> None:
-        self._runs, self._trained = runs, trained
+        self._runs, self._trained, self._static_check = runs, trained, StaticCheck()
         self._tensors = {
             name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]
         }
@@ -114,7 +114,7 @@ class _ComparedPasses:
     def after(self, dag: TrainingDAG, done: Done) -> None:
         """Check the DAG after a pass, run it, and compare its gradients. Skip passes that are checked
         together with a later pass."""
-        check_each(dag, done)
+        self._static_check(dag, done)
         if not done.by.apart:
             return
         self._turn = iter(self._parts if dag.replicas > 1 else [_mean(self._parts)])

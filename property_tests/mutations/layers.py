@@ -45,7 +45,7 @@ from lightning_piper.testing import (
     single_device,
 )
 from lightning_piper.verify import interpret
-from lightning_piper.verify.hook import check_each
+from lightning_piper.verify.hook import StaticCheck
 from property_tests.mutations.scenarios import Scenario, batches
 
 CPU = torch.device("cpu")
@@ -77,9 +77,10 @@ def static(scenario: Scenario, recapture: bool = False) -> Built:
     """Nothing runs: the DAG is checked after each directive, then the plans."""
     case = scenario.case(recapture)
     stages: list[tuple[Done, TrainingDAG]] = []
+    static_check = StaticCheck()
 
     def after(dag: TrainingDAG, done: Done) -> None:
-        check_each(dag, done)
+        static_check(dag, done)
         stages.append((done, dag.copy()))
 
     dag = run_pipeline(case.step, scenario.program, after=after)

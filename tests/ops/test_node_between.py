@@ -19,7 +19,7 @@ from lightning_piper.ops import base as operations
 from lightning_piper.ops.communication.p2p import Recv
 from lightning_piper.passes import run_pipeline
 from lightning_piper.testing import directive_suite
-from lightning_piper.verify.hook import check_each
+from lightning_piper.verify.hook import StaticCheck
 from tests.models import captured
 
 
@@ -114,6 +114,6 @@ def test_it_may_come_before_places_and_replicas(devices: list[int]) -> None:
     program: list[Directive] = [Cloning(index=0), *(Place(devices, filter={"PP": n}) for n in (0, 1))]
     if len(devices) > 1:
         program.append(Replicate(devices))
-    dag = run_pipeline(captured("exact").step, parse(program), after=check_each)
+    dag = run_pipeline(captured("exact").step, parse(program), after=StaticCheck())
     (node,) = dag.of_type(Clone)
     assert node.devices == tuple(devices)

@@ -23,7 +23,7 @@ from lightning_piper.ops.reference import sum_in_order
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, joined, run_local
-from lightning_piper.verify.hook import check_each
+from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
 from tests.models import captured
 from tests.runtime.steps import CPU
@@ -130,7 +130,7 @@ def registered() -> Any:
 def executors() -> tuple[list[Any], list[Executor]]:
     """Return a step of the model `exact` in float64, whose sums are exact, and its executors."""
     model = captured("exact")
-    dag = run_pipeline(model.step, [*parse(PROGRAM), TwoLevels()], after=check_each)
+    dag = run_pipeline(model.step, [*parse(PROGRAM), TwoLevels()], after=StaticCheck())
     interpret(dag, model.tensors, model.leaves)
     plans = compile_plans(dag)
     check_plans(plans)

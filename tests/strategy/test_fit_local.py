@@ -420,11 +420,11 @@ def _told(caplog, strategy, module, loader):
     "verify, checks",
     [
         ("off", ["  not checked (verification is off)"]),
-        ("static", ["  checked in T: the finished graph and all plans, without running them"]),
+        ("static", ["  checked in T: the graph after each directive, and all plans, without running them"]),
         (
             "first_batch",
             [
-                "  checked in T: the finished graph and all plans, without running them",
+                "  checked in T: the graph after each directive, and all plans, without running them",
                 "  on the first batch: verified",
             ],
         ),
