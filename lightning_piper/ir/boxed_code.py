@@ -68,7 +68,7 @@ class _Module(torch.fx.GraphModule):
             made = type(self).forward  # torch makes a class for each module
             if key is not None:
                 _generated[key] = made
-        type(self).forward = made  # type: ignore[method-assign]
+        type(self).forward = made
         self._is_made = True
 
 

@@ -64,7 +64,8 @@ def add_metric_states(
     """Add to the result of `metric_states` the states of another process, as a sync of the two processes would. A state
     that torchmetrics does not merge stays."""
     for name, state in states.items():
-        metric, other = module.get_submodule(name), more[name]
+        metric: Any = module.get_submodule(name)
+        other = more[name]
         for key, reduction in metric._reductions.items():
             if isinstance(metric._defaults[key], list):
                 state[key] = [*state[key], *other[key]]

@@ -322,7 +322,7 @@ class OverProcesses(_lightning.Strategy):
         address = self.cluster_environment.main_address, self.cluster_environment.main_port
         counts = self.world_size, self._spare_count
         self._spares = spares = Spares(*address, *counts, self.is_global_zero, self._timeout, self._runs_on)
-        self._captures, path = KeptCaptures(), None
+        self._captures, path, taken = KeptCaptures(), None, None
         spares.waiting = waiting
         before = BeforeFit(trainer)
         if SPARE in os.environ:
@@ -334,7 +334,7 @@ class OverProcesses(_lightning.Strategy):
                 end_spare()
             del os.environ[SPARE]
         self._copies = MemoryCopies(spares.files, self._is_lost)
-        if path is not None:
+        if taken is not None:
             self._continue_on(*taken)
         try:
             while True:

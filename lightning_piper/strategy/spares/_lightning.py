@@ -216,6 +216,7 @@ def _logged_in_epoch(trainer: pl.Trainer) -> dict[str, State]:
 
 def _restore_logged_in_epoch(trainer: pl.Trainer, state: Mapping[str, State]) -> None:
     results = trainer.fit_loop.epoch_loop._results
+    is_distributed: bool = trainer.strategy.is_distributed  # type: ignore[attr-defined]
     results.clear()
     for key, found in state.items():
         sync = {name: x for name, x in found["meta"]["_sync"].items() if name not in ("fn", "_fn")}
