@@ -220,9 +220,7 @@ def _restore_logged_in_epoch(trainer: pl.Trainer, state: Mapping[str, State]) ->
     results.clear()
     for key, found in state.items():
         sync = {name: x for name, x in found["meta"]["_sync"].items() if name not in ("fn", "_fn")}
-        sync["_should"] &= (
-            trainer.strategy.is_distributed
-        )  # Lightning does not sync the values of one process
+        sync["_should"] &= is_distributed  # Lightning does not sync the values of one process
         meta = _Metadata(**{**found["meta"], "_sync": _Sync(fn=trainer.strategy.reduce, **sync)})
         results[key] = each = _ResultMetric(meta, "value" in found["sums"])
         vars(each).update(found["sums"])
