@@ -19,7 +19,8 @@ _END = object()  # the end of a container in the list of `items_of`
 
 def entries(value: Any) -> Any:
     """Return the dict of a namespace's attributes. Return any other value itself."""
-    return vars(value) if isinstance(value, NAMESPACES) else value
+    # `isinstance` would read an attribute of a weak proxy, whose object may have gone.
+    return vars(value) if issubclass(type(value), NAMESPACES) else value
 
 
 def items_of(value: Any) -> list[Any] | None:
