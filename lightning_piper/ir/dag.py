@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import networkx as nx
 
@@ -18,7 +17,7 @@ from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
 from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, PassKey, Region, Step, StepCode
-from lightning_piper.ir.values import LateSpecs, Slice, TensorSpec, Value
+from lightning_piper.ir.values import Slice, TensorSpec, Value
 
 N = TypeVar("N", bound=Node)
 # the fields of a node that refer to other nodes' outputs; only a chunk has all of these fields
@@ -159,26 +158,10 @@ class TrainingDAG:
 
         A region that computes from gathered samples gets code for the whole batch.
         """
-        return self.code_at(key, self._samples_of(key, part))
-
-    def _samples_of(self, key: PassKey, part: Slice) -> int:
-        return self.size if self.regions[key[0]].joined else len(part)
+        return self.code_at(key, self.size if self.regions[key[0]].joined else len(part))
 
     def code_of(self, chunk: Chunk) -> Code:
         return self.code_for(chunk.key, chunk.slice)
-
-    def late_specs(self, key: PassKey, part: Slice) -> list[Any]:
-        """Return the specs of each output of a pass for a slice of the local batch, as `LateSpecs`.
-
-        A directive need not read them. If a later directive divides the slice, Piper never makes code for it.
-        """
-        step = self.step.member if self.member_axes else self.step
-        samples, degrees = self._samples_of(key, part), self.degrees_of(key[0])
-
-        def of(index: int) -> tuple[TensorSpec, ...]:
-            return step.at(samples, degrees).code_of(key).outputs[index]
-
-        return [LateSpecs(partial(of, i)) for i in range(len(self.code.interface_of(key).outputs))]
 
     def mesh_of(self, name: str) -> Mesh:
         """Return the mesh of a parameter.

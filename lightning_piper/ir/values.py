@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -80,36 +79,6 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
-
-
-class LateSpecs(Sequence[TensorSpec]):
-    """Specs that are found when they are first read. They stand for a tuple of specs, and are equal to it.
-
-    Args:
-        find: Returns the specs.
-    """
-
-    def __init__(self, find: Callable[[], tuple[TensorSpec, ...]]) -> None:
-        self._find = find
-
-    @cached_property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self._find()
-
-    def __len__(self) -> int:
-        return len(self.specs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.specs[index]
-
-    def __eq__(self, other: object) -> bool:
-        return self.specs == (other.specs if isinstance(other, LateSpecs) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.specs)
-
-    def __repr__(self) -> str:
-        return repr(self.specs)
 
 
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -255,7 +224,7 @@ class Value:
     Attributes:
         kind: The role of the bundle.
         names: As in `regions.Output`.
-        tensors: Specs of the tensors that each member holds. During the directives they may be `LateSpecs`.
+        tensors: Specs of the tensors that each member holds.
         placement: The placement along `DATA`.
         bucket: The layout of the named parameters (or their gradients) in one flat tensor; None if each is a
             tensor of its own.
@@ -273,12 +242,6 @@ class Value:
     bucket: Bucket | None = None
     others: tuple[tuple[str, Placement], ...] = ()
     rounded: torch.dtype | None = None
-
-    def settle(self) -> None:
-        """Replace `LateSpecs` by the tuple for which they stand."""
-        tensors: Any = self.tensors
-        if isinstance(tensors, LateSpecs):
-            object.__setattr__(self, "tensors", tensors.specs)
 
     @property
     def nbytes(self) -> int:

@@ -62,8 +62,8 @@ def make_chunk(
 
 
 def outputs_of(dag: TrainingDAG, key: PassKey, part: Slice) -> tuple[Value, ...]:
-    """Return the outputs of a pass for a slice of the batch, with late specs."""
-    interface, specs = dag.code.interface_of(key), dag.late_specs(key, part)
+    """Return the outputs of a pass for a slice of the batch."""
+    interface, specs = dag.code.interface_of(key), dag.code_for(key, part).outputs
     return tuple(
         Value(out.kind, out.names, tensors, held(dag, out), others=others_of(dag, key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))

@@ -18,16 +18,13 @@ from lightning_piper.passes.batch_weights import weigh
 
 
 def complete(dag: TrainingDAG) -> None:
-    """Complete a DAG after its last directive: make the code of its chunks, check its devices, and add nodes for
-    weights (`weigh`) and for early updates. If the program places nothing, all nodes run on device 0.
+    """Complete a DAG after its last directive: check its devices, and add nodes for weights (`weigh`) and for
+    early updates. If the program places nothing, all nodes run on device 0.
 
     Raises:
         DirectiveError: The program places or replicates only some regions, or leaves a node without a device.
             Or gradients reach an update without a sum over the replicas, or the device numbers have gaps.
     """
-    for node in dag.nodes.values():
-        for value in node.outputs:
-            value.settle()
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):
         for node in (*unplaced, *dag.of_type(Barrier)):

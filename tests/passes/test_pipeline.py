@@ -267,36 +267,3 @@ def test_a_contract_that_is_none_is_refused() -> None:
         DirectiveError, match=r"^directive 0 Careless has the contract 'exact'. Give it contract = 'bitwise'"
     ):
         compile(captured("mlp").module, torch.zeros(4, 4), [Careless()])
-
-
-# Sizes
-
-
-def test_piper_makes_code_only_for_the_sizes_that_run() -> None:
-    c = captured("mlp")
-    step = capture(c.module, c.batch)
-    groups = [[0, 1], [2, 3]]
-    program = parse([Split(num_microbatches=2), *_placed(groups), Replicate(devices=groups)])
-    dag = run_pipeline(step, program)
-    assert {len(chunk.slice) for chunk in dag.of_type(Chunk)} == {1} and step.size == 4
-    assert step.traces == 2, "of the batch and of one sample, not of a microbatch of both replicas"
-    for node in dag.nodes.values():
-        assert all(type(value.tensors) is tuple for value in node.outputs)
-
-
-def test_late_specs_are_the_specs_of_the_code() -> None:
-    step = captured("mlp").step
-    dag = build_dag(step)
-    apply_program(dag, parse([split(2)]))
-    for chunk in dag.of_type(Chunk):
-        for i, value in enumerate(chunk.outputs):
-            late = value.tensors
-            assert late == step.at(2).code_of(chunk.key).outputs[i] == late and hash(late) == hash(
-                tuple(late)
-            )
-    first = next(dag.of_type(Chunk)).outputs[0].tensors
-    assert first != step.at(4).code[0, "F"].outputs[0] and repr(first) == repr(tuple(first))
-
-
-def _placed(groups: list[list[int]]) -> list[Place]:
-    return [Place(group, filter={"PP": stage}) for stage, group in enumerate(groups)]
