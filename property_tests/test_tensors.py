@@ -199,7 +199,7 @@ REFUSED = (
     "Shard each dimension along one",
 )
 # where regions have parts of other runs, and microbatches as many samples as runs
-OF_RUNS = "has another structure"
+OF_RUNS = "has a different structure"
 
 
 def runs_of(program: list[Any]) -> set[int]:

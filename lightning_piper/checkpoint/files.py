@@ -41,8 +41,8 @@ SAVE = re.compile(r"save-[0-9]{6,}-[0-9a-f]{8}")
 
 
 def temporary_of(path: Path) -> Path:
-    """Return the name under which a checkpoint is written, and to which it is renamed before it is deleted.
-    For example, `.last.ckpt.tmp` for `last.ckpt`, in the same directory.
+    """Return the name of a checkpoint while it is written or deleted. For example, `.last.ckpt.tmp` for
+    `last.ckpt`, in the same directory.
 
     A checkpoint of this name is never loaded, and may be deleted. The name avoids `hpc_ckpt_`, because
     Lightning resumes from any file with `hpc_ckpt_` in its name.
@@ -87,8 +87,8 @@ def check_replaceable(folder: Folder) -> None:
     names = folder.names()
     if names and not any(name == MANIFEST or FILES.fullmatch(name) or SAVE.fullmatch(name) for name in names):
         raise PiperError(
-            f"{folder} is a folder that is not a checkpoint: it has {min(names)!r}. To save a checkpoint under this "
-            "name would delete the folder. Give the name of a file, such as "
+            f"{folder} is a folder that is not a checkpoint: it has {min(names)!r}. A save under this name would "
+            "delete the folder. Give the name of a file, such as "
             f"{folder.path_of('last.ckpt')!r} [PIPER-K005]"
         )
 

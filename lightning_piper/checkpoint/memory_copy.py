@@ -1,5 +1,5 @@
-"""Copies of a fit's state in memory that all processes of a run share, from which the fit continues if it loses a
-process.
+"""Copies of a fit's state in memory that all processes of a run share. If the fit loses a process, it continues from
+these copies.
 
 Each process copies its own shards, and its part of the tensors that several processes hold. The memory belongs to rank
 0, so it stays if another process is lost. Each process has memory for two copies, because it may be lost while it makes
@@ -145,8 +145,8 @@ class MemoryCopy:
     def read(
         self,
     ) -> tuple[Callable[[], dict[str, Any]], list[tuple[str, dict[str, Any], int, int, torch.Tensor]]]:
-        """Return a function that returns the content, and key, spec, start, stop and elements of each range. The elements
-        lie in the memory of the file."""
+        """Return a function that makes the content, and for each range its key, spec, start, stop and elements. The
+        elements lie in the memory of the file."""
         memory = Mapped(self._file, 0, os.fstat(self._file).st_size)
         table = memoryview(memory.room).cast("B")[self._head[PLACE] : self._head[PLACE] + self._head[SIZE]]
         data, tensors, parts = pickle.loads(table)
@@ -189,7 +189,7 @@ class MemoryCheckpoint(OpenedCheckpoint):
                     left -= last - first
             if left:
                 raise PiperError(
-                    f"the copies in memory have all but {left} elements {part.start}:{part.stop} of {part.key}. Remove "
+                    f"the copies in memory lack {left} of the elements {part.start}:{part.stop} of {part.key}. Remove "
                     "spares, and report this [PIPER-K013]"
                 )
 
@@ -208,8 +208,8 @@ class MemoryCopies:
     def __init__(self, files: Sequence[tuple[int, int]], lost: Callable[[], bool]) -> None:
         self._of_ranks = [[MemoryCopy(file) for file in pair] for pair in files]
         self._size = len(files)
-        # The copies from before the run had fewer processes: their number, the number of their processes, and for each
-        # process of this run its rank among them.
+        # The copies from before the run had fewer processes: their number, the number of their processes, and the rank
+        # that each process of this run had then.
         self._earlier: tuple[int, int, list[int]] = -1, 0, []
         self._lost, self._behind = lost, BackgroundThread("piper-spares")
         self.late = LateCopies(HostRoom())
@@ -273,7 +273,7 @@ class MemoryCopies:
         late.watch()
 
     def take(self, rank: int) -> MemoryCheckpoint:
-        """Return the latest copies that all processes have. Newer copies of this process end."""
+        """Return the latest copies that all processes have. Drop newer copies of this process."""
         number, size, ranks = self.number, self._size, [*range(self._size)]
         for copy in self._of_ranks[rank]:
             copy.number = -1 if copy.number > number else copy.number

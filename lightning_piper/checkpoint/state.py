@@ -129,8 +129,8 @@ def own_optimizer_state(optimizer: ShardedOptimizer, tensor_map: TensorMap) -> d
 
 
 def written_by(rank: int, parameters: Collection[str], tensor_map: TensorMap) -> set[str]:
-    """Return the names of the tensors of which a process writes the elements that it holds. The processes that hold the
-    same elements of parameters divide the parameters by their size."""
+    """Return the names of the tensors that a process writes, each with the elements that it holds. The processes that
+    hold the same elements of parameters divide the parameters by their size."""
     written: dict[int, int] = {}
     found = set()
     for name in sorted(tensor_map.specs, key=lambda name: -tensor_map.specs[name].numel):
@@ -297,7 +297,7 @@ class Loading:
                 f"the module does not have {unexpected}"
             ] * bool(unexpected)
             raise PiperError(
-                f"the checkpoint belongs to another module than this {type(module).__name__}: "
+                f"the checkpoint belongs to a different module than this {type(module).__name__}: "
                 f"{', and '.join(differing)}. Resume with the same module [PIPER-K003]"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}

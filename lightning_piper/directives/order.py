@@ -137,8 +137,8 @@ class Order(Directive):
     def _lanes(self, dag: TrainingDAG) -> list[Lanes]:
         """Return, for each group, the nodes that each of its filters selects.
 
-        Record that this order names these nodes. A second forward pass that a filter selects by `R` does not
-        wait for a gradient any more. Raise an error if two groups select the same node.
+        Record that this order names these nodes. A second forward pass that a filter selects by `R` no longer
+        waits for a gradient. Raise an error if two groups select the same node.
         """
         index, found = Index(dag), list[Lanes]()
         seen: dict[int, int] = {}
@@ -250,7 +250,7 @@ class Order(Directive):
                         "filters",
                         f"{other.label} on device {other.devices[0]} would run before {chunk.label} on "
                         f"device {chunk.devices[0]}, but no data flows from one to the other",
-                        "name chunks of one device, or chunks of which one reads the other's result "
+                        "name chunks of one device, or a chunk and a chunk that reads its result "
                         "[PIPER-D008]",
                     )
 

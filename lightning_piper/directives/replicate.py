@@ -328,12 +328,12 @@ class Replicate(Directive):
                 if not chunk.devices:
                     self.refuse(
                         "devices",
-                        f"the filter selects passes of region {region}, of which {chunk.label} is not placed yet",
+                        f"the filter selects passes of region {region}, but its pass {chunk.label} is not placed yet",
                         "place all passes of the region before this directive [PIPER-D005]",
                     )
                 self.refuse(
                     "devices",
-                    f"the filter selects passes of region {region}, of which {chunk.label} is on "
+                    f"the filter selects passes of region {region}, but its pass {chunk.label} is on "
                     f"{list(chunk.devices)}",
                     f"add the group {list(chunk.devices)} to the groups {[list(group) for group in groups]} "
                     "[PIPER-D005]",

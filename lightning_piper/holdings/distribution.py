@@ -24,8 +24,8 @@ def check_shards(first: Compiled, compiled: Compiled) -> None:
         )
         if others:
             raise PiperError(
-                f"PiperStrategy: this batch ({compiled.dag.size} samples) makes the step use parameters in "
-                f"other regions than the first batch, so device {device} would need other shards of "
+                f"PiperStrategy: for this batch ({compiled.dag.size} samples), the step uses parameters in different "
+                f"regions than for the first batch, so device {device} would need different shards of "
                 f"{', '.join(others[:3])}. Let the step use the same parameters in the same annotated regions for "
                 "all batches [PIPER-D025]"
             )

@@ -373,7 +373,7 @@ class StepCode:
     def _split_pass(self, key: PassKey) -> tuple[Interface, Code]:
         if key not in self.split_passes:
             raise CaptureError(
-                f"{key[1]} of region {self.regions[key[0]].label} has another structure for "
+                f"{key[1]} of region {self.regions[key[0]].label} has a different structure for "
                 f"{counted(self.size, 'sample')} than for the size captured first. Name B instead of BI and BW in "
                 "orders, or choose microbatches of another size [PIPER-C012]"
             )

@@ -83,8 +83,8 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
         if len(dims) > 1 or any(a.shape[d] * part != b.shape[d] * dag.size for d in dims):
             raise CaptureError(
                 f"self.{name.rpartition(' ')[0]} gets a tensor of shape {list(a.shape)} for {counted(dag.size, 'sample')}, and of "
-                f"shape {list(b.shape)} for {part}. Pass tensors of which exactly one dimension grows, in proportion to "
-                "the samples [PIPER-C008]"
+                f"shape {list(b.shape)} for {part}. Pass tensors with one dimension that grows in proportion to the "
+                "samples, and no other dimension that depends on them [PIPER-C008]"
             )
         ways.append(dims[0] if dims else _way(dag, dag.code.metrics.terms[name]))
     return tuple(ways)

@@ -83,7 +83,7 @@ def _misfit(
         for tensors in tied
     ]
     if others:
-        advice = "Give the class and the configuration with which the weights were saved"
+        advice = "Give the class and the configuration of the saved weights"
     elif any(not torch.equal(x.whole(), tensors[0].whole()) for tensors in tied for x in tensors[1:]):
         advice = "Pass tie_word_embeddings=False, because these tensors have different values"
     else:

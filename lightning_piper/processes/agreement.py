@@ -114,10 +114,10 @@ def _cut(batch_spec: BatchSpec) -> tuple[int, int]:
 
 
 def _mixed(where: str) -> BatchError:
-    """Return the error for replicas of which only some have a batch that can be cut by samples. Their programs differ."""
+    """Return the error if only some replicas have a batch that can be cut by samples. Their programs would differ."""
     return BatchError(
-        f"the replicas drew batches that do not fit together in {where}: only in some of these batches, all tensors "
-        "have the same first dimension. If a tensor does not belong to the samples, register it as a buffer, or make "
+        f"the replicas drew batches that do not fit together in {where}: only some of these batches have the same "
+        "first dimension in all tensors. If a tensor does not belong to the samples, register it as a buffer, or make "
         "it in the step [PIPER-L004]"
     )
 

@@ -70,5 +70,5 @@ def wait_for(reached: Callable[[], bool], lost: Callable[[], bool]) -> None:
     """
     while not reached():
         if lost():
-            raise RuntimeError("a process is lost, for which this process waits")
+            raise RuntimeError("this process waits for a process that is lost")
         time.sleep(OFTEN)

@@ -307,7 +307,7 @@ class Executor:
 
         Raises:
             ExecutionError: The number, shapes or dtypes of the tensors differ, or the plan does not sum a
-                bucket of which gradients are kept.
+                bucket that has accumulated gradients.
         """
         if len(leaves) != len(self._specs):
             raise ExecutionError(
@@ -325,8 +325,8 @@ class Executor:
         if lost:
             names = sorted(name for bucket, *_ in lost for name in bucket.names)
             raise ExecutionError(
-                f"device {self.plan.device} has accumulated gradients of {', '.join(names[:3])}, to which the plan of "
-                "this batch cannot add. Give all batches of an accumulation the same shapes (for example, "
+                f"device {self.plan.device} has accumulated gradients of {', '.join(names[:3])}, but the plan of this "
+                "batch cannot add to them. Give all batches of an accumulation the same shapes (for example, "
                 "drop_last=True in the DataLoader) [PIPER-X005]"
             )
 

@@ -57,7 +57,7 @@ def verify_by_execution(
 
     Returns:
         The report of `first_batch` or `each`, and the difference that the trial of `static` found. Both are
-            None on other ranks than rank 0. The first is also None if no program was run, and the second if
+            None on ranks other than rank 0. The first is also None if no program was run, and the second if
             the trial found no difference.
 
     Raises:
@@ -187,7 +187,7 @@ class LaterWarnings:
 
     Args:
         first: The program of the first batch.
-        module: The module, of which each process may later have a part.
+        module: The module. Each process may later have only a part of it.
         found: The difference that the trial of the first batch found.
     """
 
@@ -402,8 +402,8 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
 
 
 def unlike_one_device(compiled: Compiled) -> Iterator[str]:
-    """Iterate over descriptions of the logged values that differ from one device's, as far as that is visible
-    without a run."""
+    """Iterate over descriptions of the logged values that differ from one device's. A run may show more of
+    them."""
     dag, code = compiled.dag, compiled.dag.code
     if any(len(parts) > 1 for parts in dag.slices().values()):
         for log in code.logs:
@@ -412,6 +412,6 @@ def unlike_one_device(compiled: Compiled) -> Iterator[str]:
                     f"self.log({log.name!r}) at {log.where}: the value is not computed from means, sums and "
                     "ratios over the batch alone. Piper logs the mean over samples of the values of "
                     f"microbatches and replicas, not the value of all {dag.size} samples. Log the means or "
-                    "sums of which it is computed, or pass its arguments to a metric object (torchmetrics)"
+                    "sums from which it is computed, or pass its arguments to a metric object (torchmetrics)"
                     " [PIPER-W011]"
                 )

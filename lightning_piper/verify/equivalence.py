@@ -319,7 +319,7 @@ def check_comparable(single: Outcome) -> None:
                 raise VerificationError(
                     f"verify: on one device, {found} of this batch {'is' if x.ndim == 0 else 'has a'} NaN, so no "
                     "program can be compared with it. "
-                    "Give a batch and parameters with which a plain Trainer computes numbers [PIPER-V005]"
+                    "Give a batch and parameters for which a plain Trainer does not compute NaN [PIPER-V005]"
                 )
 
 

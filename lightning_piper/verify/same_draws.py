@@ -52,7 +52,7 @@ class SameDraws(_torch.TorchDispatchMode):
         with self:
             yield
         if not self._first and self._number != len(parts) * len(self._drawn):
-            raise OtherDraws("the parts draw random numbers at other places than the whole batch")
+            raise OtherDraws("the parts and the whole batch draw random numbers at different places")
         self._first = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

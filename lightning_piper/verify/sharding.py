@@ -79,7 +79,7 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
         if mesh not in fitting:
             fitting[mesh] = bucket.is_summed_along(mesh)
         if not fitting[mesh]:
-            return f"that holds {name}, of which other replicas hold these parts"
+            return f"that holds {name}, but other replicas hold these parts of it"
         if dag.spec_of(name) != spec:
             return f"that holds {name} as {spec}, but this parameter is {dag.spec_of(name)}"
     if len(set(bucket.names)) < len(bucket.names):
@@ -112,7 +112,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
 
     - An update adds gradients with different placements.
     - Two nodes hold shards of one parameter on the same devices.
-    - A chunk reads a device's own copy of a parameter of which the device has only a shard.
+    - A chunk reads a device's own copy of a parameter, but the device has only a shard.
     - A chunk gathers a parameter that the optimizer updates whole, or that it updates in other shards.
 
     `updated` has the updates of each parameter or buffer, by name and devices.
@@ -163,7 +163,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
                 if both not in fitting:
                     fitting[both] = gradient.bucket.in_dtype(mine.dtype) == mine
                 if not fitting[both]:
-                    yield f"{facts.at(chunk)} gathers {name} from other shards than the optimizer updates"
+                    yield f"{facts.at(chunk)} gathers {name} from shards that the optimizer does not update"
 
 
 def roundings(facts: Facts) -> Iterable[str]:

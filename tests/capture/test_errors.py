@@ -606,7 +606,7 @@ def test_regions_that_depend_on_the_batch_size() -> None:
     step.at(4), step.at(3)
     with pytest.raises(
         CaptureError,
-        match=r"another structure for 2 samples than for 4 .*independent of the batch size, or choose",
+        match=r"different structure for 2 samples than for 4 .*independent of the batch size, or choose",
     ):
         step.at(2)
 

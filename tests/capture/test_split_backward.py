@@ -341,6 +341,6 @@ def test_a_half_that_reads_other_parameters_at_another_size_cannot_be_had_there(
     step.at(2).code_of((1, "BI"))
     with pytest.raises(
         CaptureError,
-        match=r"BW of region PP=1 has another structure for 2 samples than for the size captured",
+        match=r"BW of region PP=1 has a different structure for 2 samples than for the size captured",
     ):
         step.at(2).code_of((1, "BW"))

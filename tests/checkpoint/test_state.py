@@ -81,7 +81,7 @@ def test_another_module_is_refused(tmp_path):
     loading = Loading(open_checkpoint(str(tmp_path / "a.ckpt"), ALONE), ALONE)
     with pytest.raises(
         PiperError,
-        match=r"another module than this Linear: the checkpoint does not have \['weight', 'bias'\], and the module does not have ",
+        match=r"different module than this Linear: the checkpoint does not have \['weight', 'bias'\], and the module does not have",
     ):
         loading.module(nn.Linear(2, 2), loading.content["state_dict"], True, None)
 

@@ -361,12 +361,12 @@ def test_zbv_of_a_tied_model() -> None:
                 place([2, 3], MB=1),
                 {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]},
             ],
-            "directive 3 (replicate): field 'devices': the filter selects passes of region PP=0, of which "
+            "directive 3 (replicate): field 'devices': the filter selects passes of region PP=0, but its pass "
             "F[PP=0,MB=1] is on [2, 3]. Add the group [2, 3] to the groups [[0, 1]]",
         ),
         (
             [split(2), place([0, 1], MB=0), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "of which F[PP=0,MB=1] is not placed yet. Place all passes of the region before this directive",
+            "but its pass F[PP=0,MB=1] is not placed yet. Place all passes of the region before this directive",
         ),
         (
             [*CROSSING, order(f(0, 0), b(0, 0)), Fixed(), split(2, "UB")],

@@ -286,7 +286,7 @@ BUGS: dict[Callable[[TrainingDAG], None], str] = {
     summed_twice: "over groups that all have the same shard of it",
     whole_sum_within_a_group: "over the 2 replicas of a group, but there are 2 groups",
     undeclared: "describes its shard differently",
-    other_groups_for_gathers: "from other shards than the optimizer updates",
+    other_groups_for_gathers: "from shards that the optimizer does not update",
     one_group_forgotten: "of 2 shards, but 4 replicas share",
     sum_before_the_last_term: "describes its sum differently from its terms|to S",
 }

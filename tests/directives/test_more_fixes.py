@@ -289,7 +289,7 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
     ),
     "a metric of pairs of samples": (
         lambda: measured(lambda h: h @ h.T),
-        r"self\.measure gets a tensor of shape \[4, 4\] for 4 samples, .*Pass tensors of which exactly one dimension grows",
+        r"self\.measure gets a tensor of shape \[4, 4\] for 4 samples, .*Pass tensors with one dimension that grows",
         lambda: measured(lambda h: h.square().sum(1)),
     ),
     "a least denominator": (
@@ -359,7 +359,7 @@ CASES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
     ),
     "an order across devices": (
         lambda: across({"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}),
-        r"but no data flows from one to the other\. Name chunks of one device, or chunks of which one reads",
+        r"but no data flows from one to the other\. Name chunks of one device, or a chunk and a chunk that reads its result",
         lambda: (
             across({"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 0, "MB": 0, "PASS": "B"}),
             across({"PP": 0, "MB": 0, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}),

@@ -152,8 +152,8 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
         (
             [*place(0, 1), split(2), order(f(0, 0), f(1, 1))],
             "directive 3 (order): field 'filters': F[PP=0,MB=0] on device 0 would run before F[PP=1,MB=1] "
-            "on device 1, but no data flows from one to the other. Name chunks of one device, or chunks "
-            "of which one reads the other's result",
+            "on device 1, but no data flows from one to the other. Name chunks of one device, or a chunk "
+            "and a chunk that reads its result",
         ),
         (
             [*place(0, 1), split(2), order(f(1, 0), f(0, 0))],

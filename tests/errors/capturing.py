@@ -68,7 +68,7 @@ def uneven(directive: dict[str, Any]) -> None:
 
 
 def scored(**given: Any) -> None:
-    """Call `linear_cross_entropy` with other arguments than valid ones."""
+    """Call `linear_cross_entropy` with invalid arguments."""
     valid = {"input": torch.ones(3, 8), "linear_weight": torch.ones(10, 8), "target": torch.zeros(3).long()}
     piper.linear_cross_entropy(**{**valid, **given})
 

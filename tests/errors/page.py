@@ -40,13 +40,13 @@ PAGE = ROOT / "docs" / "errors.md"
 HEAD = """# Errors
 
 This page lists mistakes by the moment at which they show, with the message that you see. [Troubleshooting](troubleshooting.md)
-starts from symptoms, and [warnings](warnings.md) has all warnings. The tests make each of these mistakes, and
+starts from symptoms, and [warnings](warnings.md) lists all warnings. The tests make each of these mistakes, and
 `python -m tests.errors.page` writes this page from the messages.
 
 Errors that the package raises on purpose are subclasses of `piper.PiperError`. Only methods of the training DAG, in a directive of
 your own, raise `ValueError`. A message says what is wrong, where (the index of the directive, the field, the line of your code,
 the parameter, the rank), and what to do. It has a code, such as `[PIPER-D004]`.
-[Error codes](codes.md) has a section for each. `…` stands for text that is left out.
+[Error codes](codes.md) explains each code. `…` stands for text that is left out.
 """
 
 

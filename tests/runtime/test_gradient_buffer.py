@@ -144,7 +144,7 @@ def test_a_batch_of_another_size_that_cannot_finish_the_sum_is_refused() -> None
     alone = Executor(other, model.step, model.tensors, model.tensors, transport, CPU, gradient_buffer=buffer)
     with pytest.raises(
         ExecutionError,
-        match=r"device 0 has accumulated gradients of a.*, to which the plan of this batch cannot add",
+        match=r"device 0 has accumulated gradients of a.*, but the plan of this batch cannot add to them",
     ):
         alone.begin([x[:2] for x in leaves], seed=0)
 

@@ -354,7 +354,7 @@ FAULTS = [
                            r"first.weight", bucket_size=1e-6),
     Fault(gradient_as_parameter, 3, r"allgather .* describes its output differently from its input "
                                     r"grad:first.weight,first.bias"),
-    Fault(other_order_in_the_bucket, 3, r"gathers first.weight from other shards than the optimizer updates"),
+    Fault(other_order_in_the_bucket, 3, r"gathers first.weight from shards that the optimizer does not update"),
     Fault(other_memory_in_the_bucket, 3, r"in a bucket that holds first.weight as .*, but this parameter "
                                          r"is"),
     Fault(other_dtype, 3, r"keeps parameters in torch.bfloat16, but some of them have another dtype"),

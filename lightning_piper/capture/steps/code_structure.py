@@ -103,7 +103,7 @@ def same_structure(a: StepCode, b: StepCode) -> None:
 
     Args:
         a: the code for the first number of samples that was captured.
-        b: the code for another number. The error says that this code has another structure.
+        b: the code for another number. The error says that the structure of this code differs.
 
     Raises:
         CaptureError: regions, interfaces (see `public`), logged values, metric calls or weights differ.
@@ -123,7 +123,7 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     for one, other in zip(a.metrics.calls, b.metrics.calls, strict=False):
         if one.metric == other.metric and len(one.tensors) != len(other.tensors):
             raise CaptureError(
-                f"the step has another structure for {counted(b.size, 'sample')} than for {a.size}: {other.where} "
+                f"the step has a different structure for {counted(b.size, 'sample')} than for {a.size}: {other.where} "
                 f"passes {counted(len(other.tensors), 'tensor')} to self.{other.metric}.{other.method} for "
                 f"{counted(b.size, 'sample')}, and {len(one.tensors)} for {a.size}. Pass tensors with the samples in their first "
                 "dimension, or a list with a dict for each sample, all with the same keys, shapes and "
@@ -136,7 +136,7 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     ]
     exchanges = any(output.changes for interface in b.interfaces.values() for output in interface.outputs)
     raise CaptureError(
-        f"the step has another structure for {counted(b.size, 'sample')} than for {a.size} "
+        f"the step has a different structure for {counted(b.size, 'sample')} than for {a.size} "
         f"({'; '.join(differing) or 'in other regions'}). Make it independent of the batch size, or choose microbatches of "
         f"{'more than one sample' if exchanges and 1 in (a.size, b.size) else 'another size'} [PIPER-C012]"
     )

@@ -174,7 +174,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
             f"{facts.at(node)} moves rows by counts that were not sent to the owners of its region's experts"
         )
     if facts.parts.get(counts, {}).keys() != facts.parts.get(node.inputs[0], {}).keys():
-        yield f"{facts.at(node)} moves rows of other samples than the samples of its counts"
+        yield f"{facts.at(node)} moves rows whose samples differ from the samples of its counts"
     yield from _told(facts, node, counts)
 
 

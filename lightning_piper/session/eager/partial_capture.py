@@ -168,7 +168,7 @@ def _said(error: CaptureError, step: PartlyCaptured) -> str:
     return (
         f"training_step is captured in part. Reason: {error}. Consequences: {step.executed}, once for each microbatch. "
         "Attributes that it sets on the module stay in the process that runs it. Piper takes the loss as a mean over "
-        "samples. Any other loss gives another result than on one device. To get an error instead, use "
+        "samples. Any other loss gives a different result from one device. To get an error instead, use "
         "PiperStrategy(capture='always') [PIPER-W002]"
     )
 
@@ -205,8 +205,8 @@ def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
     """Join the results of microbatches into the result that one device would return.
 
     Tensors and lists with an entry for each sample are concatenated. Floating-point numbers are averaged over
-    the samples. Other values that are equal stay as one value. All this holds inside of dicts, lists and
-    tuples, too. All other results become a list with one entry for each microbatch.
+    the samples. Other values that are equal stay as one value. All this also holds inside of dicts, lists and
+    tuples. All other results become a list with one entry for each microbatch.
     """
     first = parts[0]
     if len(parts) == 1:
