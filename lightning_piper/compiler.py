@@ -390,7 +390,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     with one device on the whole batch.
 
     A step that draws random numbers draws them per region. Eager execution cannot repeat this, so the step is
-    compared with the captured step on one device. If microbatches give another result than the whole batch,
+    compared with the captured step on one device. If the results of microbatches and of the whole batch differ,
     the report names the operations that mix samples.
 
     If a step cannot be captured, and the program only replicates, `verify` runs it uncaptured. The report

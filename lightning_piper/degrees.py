@@ -2,7 +2,7 @@
 
 Device numbers count the mesh (pp, dp, tp) in row-major order: tp changes fastest, then dp, then pp. With cp,
 the mesh is (pp, dp, cp), because only one of tp and cp can be above 1. So the devices of a tensor-parallel or
-sequence-parallel group have consecutive numbers. All devices of a stage have consecutive numbers, too.
+sequence-parallel group have consecutive numbers. All devices of a stage also have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Degrees:
 
         Raises:
             CaptureError: Neither the step nor the calls of annotated modules can be captured.
-            DirectiveError: The module annotates other stages than these degrees need.
+            DirectiveError: The stages that the module annotates do not fit these degrees.
         """
         stages = self._candidate(()).layout.stages
         found = {region.tags[TAG] for region in _regions(step, batch) if TAG in region.tags}

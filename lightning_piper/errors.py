@@ -84,7 +84,7 @@ class SearchError(PiperError):
     """An error raised if a search cannot begin or finds nothing.
 
     Attributes:
-        memory: The named bytes of each device with which a program fits; infinite if the error names none.
+        memory: The bytes of each device that are enough for a program, if the error names them; otherwise infinite.
     """
 
     memory: float = math.inf

@@ -58,7 +58,7 @@ def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
 def _stages(dag: TrainingDAG, program: Program) -> list[set[int]]:
     """Return the regions of each stage, in the order in which the step runs the stages.
 
-    The regions that the same `place` selects are a stage, also if several directives place its microbatches. If they
+    The regions that the same `place` selects are a stage, even if several directives place its microbatches. If they
     have several indices of the tag `PP`, each index is a stage. The
     regions that a place selects only by the absence of tags (`{"PP": "-"}`) belong to the first other stage on the
     same devices.

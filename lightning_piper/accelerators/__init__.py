@@ -31,8 +31,8 @@ class Graph(Protocol):
 
 
 class Accelerator(Protocol):
-    """The interface of an accelerator, as torch has it: streams, events, and the record of which streams use
-    a tensor. torch's accelerator and `Simulated` have it, and `runtime.streams` uses it."""
+    """The interface of an accelerator: streams, events, and the record of which streams use a tensor. torch's
+    accelerator and `Simulated` implement it, and `runtime.streams` uses it."""
 
     def stream(self, device: torch.device, name: object) -> Any:
         """Return the process's stream of this name on the device. All callers get the same stream.
@@ -121,7 +121,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work issued to the device. For a CPU, return at once."""
+    """Wait for all work issued to the device. For a CPU, return immediately."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -51,8 +51,8 @@ def _aliased(operation: Any, changed: bool) -> Mapping[str, int] | None:
 def aliased_arguments(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: bool = False
 ) -> list[Any]:
-    """Return the arguments of a call that an operation changes or of which its result is an alias, as far as its schema
-    says. With `changed`, return only those that it changes. Without a schema, return all arguments."""
+    """Return the arguments that an operation changes or returns an alias of, according to its schema. With `changed`,
+    return only arguments that it changes. Without a schema, return all arguments."""
     if (aliased := _aliased(operation, changed)) is None:
         return [*args, *kwargs.values()]
     return [args[i] if i < len(args) else kwargs.get(name) for name, i in aliased.items()]

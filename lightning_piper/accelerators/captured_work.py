@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CapturedWork:
-    """A graph. Its operations use the memory that they had in the capture, also if the program has released it. The
+    """A graph. Its operations use the memory that they had in the capture, even if the program has released it. The
     memory that the graph allocated stays allocated.
     """
 

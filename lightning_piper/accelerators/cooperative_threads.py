@@ -16,7 +16,7 @@ from lightning_piper.accelerators.simulated_device import Host, Simulated
 
 
 class _Turns:
-    """The turns of several threads, of which one runs at a time. A thread passes its number as `own`."""
+    """The turns of several threads. One thread runs at a time. A thread passes its number as `own`."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()

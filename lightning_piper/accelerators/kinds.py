@@ -74,7 +74,7 @@ def new_graph_pool() -> Any:
 def capture(work: Callable[[], T], device: torch.device, pool: Any) -> tuple[Any, T]:
     """See `Accelerator.capture`."""
     graph = torch.cuda.CUDAGraph()
-    # Threads of communicators ask for events meanwhile. The mode "global" would make this an error.
+    # During the capture, threads of communicators ask for events. The mode "global" would make this an error.
     with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         made = work()
     return graph, made

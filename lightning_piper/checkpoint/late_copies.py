@@ -72,7 +72,7 @@ class LateCopies:
     Args:
         memory: The memory of the copies. The copies of the previous checkpoint end.
         steady: Addresses of memory that changes only while it is watched, or after `settle`. `make` copies tensors in
-            this memory. All other tensors are copied at once.
+            this memory. All other tensors are copied immediately.
     """
 
     def __init__(self, memory: HostRoom, steady: Collection[int] = ()) -> None:

@@ -318,8 +318,7 @@ class Reader(FileSystemReader):
 
     Args:
         folder: The folder.
-        chunks: The manifest's table of chunks, with which each chunk is compared that is read; None to
-            compare nothing.
+        chunks: The manifest's table of chunks, to compare each chunk that is read; None to compare nothing.
     """
 
     def __init__(self, folder: Folder, chunks: Mapping[str, Sequence[Sequence[int]]] | None = None) -> None:

@@ -83,7 +83,7 @@ def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module with the finders after it, so that a function is called when the module has run."""
+    """Finds one module with the finders after it, and calls a function when the module has run."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
         self._name, self._call = name, call

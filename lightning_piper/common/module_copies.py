@@ -42,8 +42,8 @@ def copy_module(module: nn.Module, shared: Iterable[Any] = ()) -> nn.Module:
 
 
 def end_copies(module: nn.Module) -> None:
-    """Remove copies of a module that are not in use any more, if they share objects whose class defines `__del__`
-    with the module. Without it, these objects would end later than without the copies."""
+    """Remove unused copies of a module if it has objects whose class defines `__del__`. The copies share these objects,
+    and would keep them alive."""
     owners = (vars(part).get(name) for part in module.modules() for name in ("_trainer", "_fabric"))
     if next(finalized(vars(module), map(id, owners)), None) is not None:
         gc.collect()

@@ -113,8 +113,8 @@ class Directive:
         """Check the values of fields. Raise an error for values that no DAG could accept."""
 
     def completed(self, program: Sequence[Directive]) -> Directive:
-        """Return a directive with the omitted fields that follow from the program's other directives
-        (default: this directive)."""
+        """Return this directive with its omitted fields, if they follow from the program's other directives.
+        By default, return the directive unchanged."""
         return self
 
     def replica_groups(self) -> Sequence[Sequence[int]]:

@@ -28,9 +28,9 @@ class Offload(Directive):
         F -> saved -> B      --offload-->      F -> saved -> store      fetch -> saved -> B
 
     Attributes:
-        filter: Selects chunks. Values that selected forward passes save are stored at once. So are inputs of
-            these passes that a later pass of the same region and slice reads again, such as the inputs of
-            recomputed regions. If PASS names BI, values that BI saves for BW are also stored.
+        filter: Selects chunks. Piper immediately stores values that selected forward passes save. It also stores
+            inputs of these passes that a later pass of the same region and slice reads again, such as the inputs
+            of recomputed regions. If PASS names BI, values that BI saves for BW are also stored.
         ahead: When to fetch a value. A number n: n chunks of the same device before the first chunk that
             reads the value. A filter: before the chunks of the same device that the filter selects.
         saved: Whether to store what forward passes save.

@@ -244,7 +244,7 @@ def to_json(program: Any) -> list[dict[str, Any]]:
 
 
 def replicas_of(program: Program) -> dict[int, int]:
-    """Return the replica index of each replicated device, as far as the directives alone determine it.
+    """Return the replica index of each replicated device for which the directives alone determine it.
 
     The result is empty without replicas.
 

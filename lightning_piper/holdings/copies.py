@@ -30,8 +30,8 @@ Refer = Callable[[str], Any]  # parameter or buffer name -> its replacement in a
 
 
 class Copy(Ownership):
-    """The distribution of a copy of a module, such as the average of `EMAWeightAveraging`. The copy may have
-    other dtypes and another device than the module, and no plan works on its tensors.
+    """The distribution of a copy of a module, such as the average of `EMAWeightAveraging`. The dtypes and the
+    device of the copy may differ from the module's, and no plan works on its tensors.
 
     While the copy is distributed, its `state_dict()` contains whole tensors on rank 0, and is collective. If
     `refer` returns a function, the state dict contains the results of this function instead.

@@ -34,7 +34,7 @@ STORED = "_piper_stored"
 
 
 class StoredValue(Protocol):
-    """A tensor whose values are in a file, of which a process reads any range of elements."""
+    """A tensor whose values are in a file. A process can read any range of its elements."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

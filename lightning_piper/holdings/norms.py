@@ -38,7 +38,7 @@ class GlobalNorms:
 
     From the constructor until `remove`, `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure the
     gradients of all processes. All processes must pass the same parameters of the module, or whole groups of
-    the optimizer, of which each process has different parameters. Each element counts once, even if it is
+    the optimizer, which have different parameters on each process. Each element counts once, even if it is
     tied, replicated or sharded.
 
     Args:
@@ -235,8 +235,8 @@ class GlobalNorms:
         return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
-        """Return the norm over all processes of the requested gradients, of which this process may have only
-        some. Collective.
+        """Return the norm of the requested gradients over all processes. This process may have only some of them.
+        Collective.
 
         Args:
             asked: Keys of the requested gradients.

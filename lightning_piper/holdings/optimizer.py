@@ -152,7 +152,7 @@ class ShardedOptimizer:
         owned = ownership.owned_params
         self._kept = [[name is None or name in owned for name in group] for group in self.names]
         self._sizes = [sum(kept) for kept in self._kept]  # number of parameters that each group keeps
-        lacking: set[Tensor] = set()  # new tensors to which the whole parameter's state does not fit
+        lacking: set[Tensor] = set()  # new tensors that do not fit the whole parameter's state
         for group, labels, kept in zip(optimizer.param_groups, self.names, self._kept, strict=True):
             for p, name in zip(group["params"], labels, strict=True):
                 new = None if name is None else owned.get(name)
@@ -313,9 +313,9 @@ class ShardedOptimizer:
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """Return the elementwise state tensors (such as `exp_avg`) of the parameters of which this process is
-        the canonical holder. Over all processes, each element occurs once. Parameters without dimensions are
-        left to `once`.
+        """Return the elementwise state tensors (such as `exp_avg`) of the parameters whose canonical holder is
+        this process. Over all processes, each element occurs once. Parameters without dimensions are left to
+        `once`.
 
         Args:
             replicas: Also return the state tensors of parameters that this process holds as a member of the
@@ -359,8 +359,8 @@ class ShardedOptimizer:
         return found
 
     def _canonical_state(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
-        """Yield name, tensor and state of the module's parameters that have state and of which this process
-        is the canonical holder. The tensor is the whole parameter or its local shard. `local_shards` explains
+        """Yield name, tensor and state of the module's parameters that have state and whose canonical holder is
+        this process. The tensor is the whole parameter or its local shard. `local_shards` explains
         `replicas`."""
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
@@ -414,9 +414,9 @@ class ShardedOptimizer:
     def full_state(self) -> State:
         """Return the state in canonical form. It is complete on rank 0. Collective.
 
-        If every process has all parameters whole, the state is complete on every rank, or for torch's
-        ZeroRedundancyOptimizer empty on other ranks than 0. Otherwise, other ranks return only the state of
-        parameters that are not sharded and of which they are canonical holders.
+        If every process has all parameters whole, the state is complete on every rank. For torch's
+        ZeroRedundancyOptimizer, it is empty except on rank 0. Otherwise, a rank other than 0 returns only the state of
+        unsharded parameters whose canonical holder it is.
 
         Raises:
             CaptureError: The groups have changed since the optimizer was restricted.

@@ -95,7 +95,7 @@ class Ownership:
     @property
     def owned_params(self) -> dict[str, nn.Parameter]:
         """Canonical name -> the parameter that this process trains: its local shard, or the whole parameter.
-        Parameters of which the process has neither are absent."""
+        If the process has neither, the parameter is absent."""
         found = {n: x for n, x in self.params.items() if self.tensor_map.holds_whole(n, self._world.rank)}
         return {
             n: x
@@ -113,8 +113,8 @@ class Ownership:
         return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """Return the elements of parameters and buffers of which this process is the canonical holder. Over
-        all processes, each element occurs once. The tensors share memory with the module's tensors and the
+        """Return the elements of parameters and buffers whose canonical holder is this process. Over all
+        processes, each element occurs once. The tensors share memory with the module's tensors and the
         local shards, if the memory order allows a view.
 
         Args:
@@ -427,8 +427,8 @@ class Ownership:
 
     @contextlib.contextmanager
     def whole_everywhere(self) -> Iterator[None]:
-        """Give every process the whole module inside of this context, on its device. `whole` is True
-        meanwhile. Collective. Call this only while `whole` is False."""
+        """Inside of this context, every process has the whole module on its device, and `whole` is True.
+        Collective. Call this only while `whole` is False."""
         with self._brought(range(self._world.size)) as names:
             for name in names:
                 self._get(name).data = self._get(name).data.to(self._device)

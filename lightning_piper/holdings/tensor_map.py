@@ -181,8 +181,7 @@ class TensorMap:
         return self.holder_groups[name][0].ranges.get(rank)
 
     def canonical_holders(self, name: str) -> Mapping[int, Range]:
-        """Return, by rank, the elements of which the rank is the canonical holder. Each element occurs
-        once."""
+        """Return, by rank, the elements whose canonical holder is the rank. Each element occurs once."""
         return self.holder_groups[name][0].canonical_holders
 
 

@@ -54,7 +54,7 @@ class _Module(torch.fx.GraphModule):
 
     def _make(self) -> None:
         """Generate the code, if no other thread has generated it."""
-        if self._is_made:  # another thread has generated the code meanwhile
+        if self._is_made:  # another thread has generated the code
             return
         self._calls_others = any(map(_calls_others, self.graph.nodes))
         key = None if self._calls_others else _key(self.graph)
@@ -120,8 +120,8 @@ def _key(graph: torch.fx.Graph) -> object:
 
 
 def _calls_others(node: torch.fx.Node) -> bool:
-    """Return whether a node calls a function of a user, or an operation of another package than torch and Piper.
-    Its code may need `__torch_function__`."""
+    """Return whether a node calls a function of a user, or an operation that is not torch's or Piper's. Its code
+    may need `__torch_function__`."""
     return RUNS_KEY in node.meta or getattr(node.target, "namespace", "aten") not in (
         "aten",
         "prims",

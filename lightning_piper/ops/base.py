@@ -136,7 +136,7 @@ class Planning(Protocol):
         group_rank: The position of the device in its groups. It selects the device's shards and communication
             partners.
         replica: The replica that the device belongs to, which selects its local batch.
-        shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
+        shards: Each bucket of parameters with a shard on the device -> whether the device keeps the whole
             bucket's memory.
     """
 
@@ -209,7 +209,7 @@ class Planning(Protocol):
         ...
 
     def offer_chunk_outputs(self) -> None:
-        """Offer the values from the last call of `chunk_made` to the sums of which they are terms."""
+        """Offer the values from the last call of `chunk_made` to the sums that add them."""
         ...
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
@@ -244,7 +244,7 @@ class Binding:
         device: The torch device of all tensors.
         own: The logical device.
         endpoint: The device's side of the transport.
-        shards: The flat tensor that the device keeps for each bucket of which it has a shard.
+        shards: The flat tensor of the device for each bucket with a shard on it.
         chunks: Binds the code of chunks (`runtime.chunks.ChunkBinder`).
         step_outputs: Receives the outputs of the step (`runtime.step_outputs.StepOutputs`).
         early_updates: Receives complete gradients during the step (`ops.early_update.GradientReceiver`). None: no

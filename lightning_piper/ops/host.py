@@ -82,8 +82,7 @@ def check_fetch(facts: Facts, node: Fetch) -> Iterable[str]:
 
 
 def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
-    """Yield the problems of a copy whose output differs from its input, or that is on other devices than its
-    input."""
+    """Yield the problems of a copy whose output or devices differ from its input."""
     facts.forward(node)
     source = facts.dag.nodes[node.inputs[0][0]]
     if node.outputs[0] != facts.dag.value(node.inputs[0]):

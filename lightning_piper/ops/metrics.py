@@ -254,7 +254,7 @@ def reported(facts: Facts) -> Iterable[str]:
 
 
 def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
-    """Return the pairs (metric, term), one for each term of which the metric is a sum."""
+    """Return the pairs (metric, term): a metric is the sum of its terms."""
     names = metric_names(dag.code)
     outputs = [
         out for interface in dag.code.interfaces.values() for out in interface.outputs if out.term is not None

@@ -84,7 +84,7 @@ def _update_early(dag: TrainingDAG) -> None:
 
 def _check_summed(dag: TrainingDAG) -> None:
     """Raise an error if gradients reach an update without a sum over the replicas. Then each replica would train on
-    its own gradients, also without verification."""
+    its own gradients, even without verification."""
     terms = [
         (update, ref)
         for update in dag.of_type(Update)

@@ -29,7 +29,7 @@ class PassChange:
     Attributes:
         done: The pass.
         added, removed: Numbers of nodes.
-        changed: Number of earlier nodes of which a field or a temporal predecessor changed.
+        changed: Number of earlier nodes with a changed field or temporal predecessor.
     """
 
     done: Done

@@ -30,7 +30,7 @@ class DevicePlan:
         group_rank: The position of this device in its groups.
         replica: The replica to which the device belongs, which selects its local batch.
         slots: Number of slots.
-        shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
+        shards: Each bucket of parameters with a shard on the device -> whether the device keeps the whole
             bucket's memory.
     """
 
@@ -69,7 +69,7 @@ class DevicePlan:
         self._in_flight: deque[Node] = deque()  # the latest sums of whole buckets, at most `IN_FLIGHT`
         self._read: set[Ref] = set()  # values that a node of this device reads
         self._accumulations: dict[int, Accumulation] = {}  # node -> its sum
-        self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> the sums of which it is a term
+        self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> the sums that add it
         self._made: list[Ref] = []  # outputs of the previous chunk, and terms that arrived before it ran
         self._arriving: list[Ref] = []  # terms from other devices since the previous chunk
 

@@ -25,7 +25,7 @@ class Plan:
         events: Number of events between streams.
         channels: The directed channels on which the device sends or receives, sorted.
         groups: The device groups in which the device communicates, each with its communicator, sorted.
-        shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
+        shards: Each bucket of parameters with a shard on the device -> whether the device keeps the whole
             bucket's memory.
         instructions: The instructions in the order of issue.
         sync_only: Nodes whose instructions only the last batch of a gradient accumulation runs: sums of

@@ -20,7 +20,7 @@ class LeavesColumnError(Exception):
 
 
 class SendCompletion:
-    """A record of the sends that are complete, as far as each sender can know.
+    """A record of the sends that each sender can know to be complete.
 
     Call `send` and `receive` for all messages of the devices, each receive after its send.
 

@@ -126,8 +126,8 @@ class ModelFolder:
 
 
 def replace_files(folder: Path, path: Path, configuration: str, weights: Sequence[str], last: str) -> None:
-    """Move the files of `folder` into the folder `path`, where they replace files of the same names. If a
-    process is killed meanwhile, `path` never has weights that do not belong to its configuration.
+    """Move the files of `folder` into the folder `path`, where they replace files of the same names. Even if a
+    process is killed during the move, the weights in `path` belong to its configuration.
 
     Args:
         configuration: The name of the file that describes the weights.

@@ -1,13 +1,13 @@
 """When one process fails, all processes end soon and report which process failed first and why.
 
-A process that exits closes its connections, and its peers notice at once. They see only that a peer is gone,
+A process that exits closes its connections, and its peers notice immediately. They see only that a peer is gone,
 and this peer may itself have ended because of a third process. A process that failed may continue to run (its
 script caught the error) or hang, and gloo cannot abort an operation in which other processes wait. So every
 process keeps a connection to rank 0, where one thread decides which process failed first:
 
 - A process that reports an error of its own failed first.
-- Otherwise, a process whose connection breaks failed first: it was killed. A process whose machine does not answer
-  for some seconds (`reachability`) failed first, too.
+- Otherwise, a process failed first if its connection breaks, because it was killed, or if its machine does not answer
+  for some seconds (`reachability`).
 - If processes report only that a communication failed, rank 0 asks all processes where they are. A process
   that does not answer failed first (it is stopped). If all answer, a process that has left the training loop
   failed first. Otherwise, after a timeout, a process that is not waiting for any process failed first. If
@@ -275,7 +275,7 @@ class _Judge:
 
     def run(self) -> None:
         """Receive the messages of all processes, and send a verdict once it is due."""
-        # The loop runs until all connections end, also after the verdict: if it closed a connection, the peer
+        # The loop runs until all connections end, even after the verdict: if it closed a connection, the peer
         # would conclude that rank 0 has ended.
         while self.awaited or self.lines:
             asking = self._until is None and self.verdict is None and not self.awaited

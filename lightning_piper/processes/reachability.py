@@ -31,8 +31,8 @@ def keep_asking(connected: socket.socket) -> None:
 def is_lost(file: int) -> bool:
     """Return whether the other machine has not answered for `LOST` seconds.
 
-    Always False for a connection within this machine, whose last answer is also old after the whole machine has
-    paused, and on other systems than Linux.
+    Always False on systems other than Linux, and for a connection within this machine, whose last answer is also old
+    after the whole machine has paused.
 
     Args:
         file: The file descriptor of a socket for which `keep_asking` was called.

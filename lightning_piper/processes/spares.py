@@ -1,9 +1,10 @@
-"""Spares: processes that run the script up to `fit` and wait there, to replace processes of the run that are lost.
+"""Spares: processes that run the script up to `fit` and wait there, to replace lost processes of the run.
 
 Rank 0 starts the spares with the other processes. Its store connects all of them for the whole run. When processes are
 lost, the other processes meet at the store with spares that take the lost ranks. They are then a new generation: they
-connect again, through another store of rank 0. If a process is lost meanwhile, rank 0 breaks that store's connections,
-and the next generation begins. If the run has too few spares, the new generation may have fewer processes.
+connect again, through another store of rank 0. If a process is lost before they are connected, rank 0 breaks that
+store's connections, and the next generation begins. If the run has too few spares, the new generation may have fewer
+processes.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Spares:
 
     @contextlib.contextmanager
     def connecting(self, others: Sequence[Popen[Any]]) -> Iterator[None]:
-        """On rank 0, break connections inside of this context if one of the other processes has ended, because no process
-        must wait for it. Before the first generation, Lightning's observer ends the run."""
+        """On rank 0, break connections inside of this context if one of the other processes ends, so that no process
+        waits for it. While `generation` is 0, Lightning's observer ends the run instead."""
         if not self._is_rank_zero or not self.generation:
             yield
             return
@@ -123,7 +124,8 @@ class Spares:
             watching.join()
 
     def prepare(self) -> None:
-        """Let the spares prepare themselves, because the other processes have captured the step. Rank 0 does this once."""
+        """Tell the spares to prepare themselves, because the other processes have captured the step. Rank 0 does this
+        once."""
         for index in range(self._first, self._first + len(self.waiting) * (not self._prepares)):
             self._store.set(f"spare {index} prepares", "")
         self._prepares = True
@@ -152,7 +154,7 @@ class Spares:
         return None if stay is None else (rank, stay)
 
     def end(self) -> None:
-        """Close the files. On rank 0, let the spares end that still wait, because the run needs no spare any more."""
+        """Close the files. On rank 0, tell all waiting spares to end."""
         for index in range(self._first, self._first + len(self.waiting)):
             self._tell(index, _OVER)
         self.waiting = []
@@ -161,15 +163,15 @@ class Spares:
                 os.close(file)
 
     def replace(self, others: list[Popen[Any]], lost: Collection[int] = ()) -> list[int] | None:
-        """Give the ranks of processes that have ended to spares. Rank 0 calls it.
+        """Let spares take the ranks of processes that have ended. Rank 0 calls it.
 
         Args:
             others: The other processes, in the order of their ranks. Spares replace processes in this list.
             lost: Ranks that are lost, even if their processes have not ended yet.
 
         Returns:
-            The lost ranks. None if the run has too few spares, and cannot run on fewer processes; then `join` returns
-            None.
+            The lost ranks. None if the run has too few spares, and cannot run on fewer processes. In this case, `join`
+            returns None.
         """
         ranks = [
             r
@@ -209,8 +211,8 @@ class Spares:
                 the list has the processes of the new generation.
 
         Returns:
-            The ranks that are lost meanwhile, and the result of `join`. None if the run cannot continue, or a process does
-            not call `join` in time; then `join` returns None.
+            The ranks that were lost during the wait, and the result of `join`. None if the run cannot continue, or a
+            process does not call `join` in time. In this case, `join` returns None.
         """
         ends = time.monotonic() + self._timeout.total_seconds()
         found: list[int] = []
@@ -232,7 +234,7 @@ class Spares:
         return not ranks or self._store.check([self._key(rank) for rank in ranks])
 
     def refuse(self) -> None:
-        """Let `join` return None on the other processes, because the run cannot continue. Rank 0 calls it."""
+        """Make `join` return None on the other processes, because the run cannot continue. Rank 0 calls it."""
         self._store.set(self._key("answer"), json.dumps(None))
 
     def join(self, rank: int) -> list[int] | None:

@@ -1,7 +1,7 @@
 """SIGTERM ends all processes of a run together, whichever process receives it.
 
 Lightning's handler communicates immediately, wherever the process is: in the middle of an exchange, or while
-other processes wait in one. Here the handler only records the signal, also in a process that waits, and the
+other processes wait in one. Here the handler only records the signal, even in a process that waits, and the
 failure watch passes it on to the other processes. The next step depends on how far the run is:
 
 - Before the first trained batch, nothing would be lost. Each process ends at its next exchange with other
@@ -54,7 +54,7 @@ class Termination:
     def begin(self) -> None:
         """Start listening for signals. Called once, by the main thread, after the handler is installed."""
         # Python calls handlers only when the main thread stops waiting for other processes. The wakeup socket
-        # receives the signal's number at once.
+        # receives the signal's number immediately.
         arrives, leaves = (in_forks(each, socket.socket.close) for each in socket.socketpair())
         leaves.setblocking(False)
         before = signal.set_wakeup_fd(leaves.fileno(), warn_on_full_buffer=False)
@@ -86,7 +86,7 @@ class Termination:
         world.refuse_exchanges(None)
 
     def _listen(self, arrives: socket.socket) -> None:
-        """Read the numbers of signals from the wakeup socket. A second SIGTERM ends the process at once."""
+        """Read the numbers of signals from the wakeup socket. A second SIGTERM ends the process immediately."""
         count = 0
         with arrives:
             while came := arrives.recv(1):

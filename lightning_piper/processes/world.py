@@ -335,8 +335,8 @@ class World:
 
 
 class SoleWorld(World):
-    """The processes of a run, of which only this process takes part in collectives. They return what they would return
-    if all processes passed the value of this process."""
+    """The processes of a run, if only this process takes part in collectives. A collective returns the result that it
+    would return if all processes passed the value of this process."""
 
     is_sole = True
 
@@ -419,8 +419,8 @@ def end_groups_at_exit(default: bool) -> None:
 def leave_groups_at_exit() -> None:
     """Keep the groups at exit, because the run has failed.
 
-    Destroying a group, or letting the interpreter release it, would wait for messages that no process sends
-    any more.
+    Destroying a group, or letting the interpreter release it, would wait for messages that no process will
+    send.
     """
     atexit.unregister(_end_groups)
     atexit.register(keep_all_groups)

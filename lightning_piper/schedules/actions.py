@@ -179,7 +179,7 @@ def checked_counts(name: str, **given: int) -> Iterator[int]:
 
 
 def _most_beside(other: int | None) -> int:
-    """Return the largest number of stages with `other` microbatches, or the reverse."""
+    """Return the largest number of stages with `other` microbatches, or of microbatches with `other` stages."""
     return PASSES // 2 // (other if other is not None and 1 <= other <= PASSES // 2 else 1)
 
 

@@ -19,7 +19,7 @@ class _Bound:
     `chain.times`."""
 
     def __init__(self, chain: Chain) -> None:
-        """Compute, for each stage, the least times on which the bound depends."""
+        """Compute the shortest times of each stage, from which the bound follows."""
         passes, stages = chain.times.passes, len(chain.ranks)
         self._chain = chain
         self.forward = [p["F"] for p in passes]

@@ -172,7 +172,7 @@ def to_csv(
 
     Args:
         program: A program, such as a builder returns.
-        path: A file to which the CSV is written, too (default: None, no file).
+        path: A file for the CSV (default: None, no file).
         tag, dim_name: The tags of stages and microbatches.
 
     Raises:

@@ -26,7 +26,7 @@ class NothingFits(SearchError):
 
     Attributes:
         problem: The message without its fix.
-        smallest: The program that needs the least memory, as far as the search knows.
+        smallest: The known program that needs the least memory.
     """
 
     def __init__(self, problem: str, smallest: Found, planned: Number = 0) -> None:
@@ -84,7 +84,7 @@ def best_of(
 
     Raises:
         SearchError: An argument is not valid, no program fits, or the budget ends before the search finds a
-            program that fits. In the last two cases, the error names the least memory with which a program
+            program that fits. In the last two cases, the error names the least memory in which a program
             fits, or, if the budget ends first, the least known memory.
         NoProgram: No schedule exists for this workload on these devices.
     """

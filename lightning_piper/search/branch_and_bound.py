@@ -343,8 +343,8 @@ class Search:
         """Put the smaller sets of a choice into the heap, or its cuts if it has no smaller sets. Skip and
         count the choice if no cut fits.
 
-        If the choice has no smaller sets, or if no stage of the choice must recompute or offload, at once try
-        a cut whose bound is low enough. This finds a good candidate early.
+        If the choice has no smaller sets, or if no stage of the choice must recompute or offload, immediately
+        try a cut whose bound is low enough. This finds a good candidate early.
         """
         self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
         cutting = Cutting(self.model, choice.layout, choice.options(), self.by_memory)

@@ -2,7 +2,7 @@
 
 For each rank, `bounds` states: head + work of the passes between + tail <= time. Heads, work and tails are
 sums over stages: the seconds of a pass of the stage, times how often it counts. The bytes that a rank keeps
-in a state of its schedule are sums over stages, too, and they are at most its memory. So a weighted sum of
+in a state of its schedule are also sums over stages, and they are at most its memory. So a weighted sum of
 these inequalities is an inequality. Its weights are p >= 0 of the time inequalities, with sum 1, and q >= 0
 of the memory inequalities, in seconds for all of a device's memory.
 

@@ -72,9 +72,9 @@ class Proposal:
         refused: (candidate, reason) of better candidates that were rejected.
         checked: How the program was checked: "static", "run", or "off" (not).
         verdict: The verdict of `check="run"`, unless it is `verified`: `verified except`, and why.
-        first: Directives with which the program begins: `ChunkLoss` or none.
-        alternative: How the best program with `ChunkLoss` compares, if this one has none, or the reverse. Empty if
-            the search did not try both.
+        first: Directives at the beginning of the program: `ChunkLoss` or none.
+        alternative: How the best program without `ChunkLoss` compares, or the best one with it if this program has
+            none. Empty if the search did not try both.
     """
 
     found: Found
@@ -197,7 +197,7 @@ def search(
             figures. None: costs are measured on this machine.
         objective: "time", or "memory" for the memory of the fullest device.
         workload: The costs of the step, if they are known already, for example from a recording.
-        check: How to check the program of a candidate: without a run ("static"), also by a run and a
+        check: How to check the program of a candidate: without a run ("static"), in addition by a run and a
             comparison with one device ("run"), or not ("off"). If the check fails, Piper tries the next best
             candidate. With "off", a program whose plan does not fit is not rejected either.
         all_devices: Consider only programs that use every device.
@@ -207,7 +207,7 @@ def search(
 
     Raises:
         SearchError: An argument is not valid, or no program fits. If none fits, the error names the least
-            memory with which a program fits.
+            memory in which a program fits.
         NoProgram: No schedule exists for this workload on these devices, or the best programs fail the check.
         CaptureError: The step cannot be captured.
         SimulationError: The file of the hardware is not valid, or has no speed for a data type.
@@ -423,7 +423,7 @@ class _Trials:
             raise self._too_large() from error
 
     def _enough(self, found: Found) -> float:
-        """Return the least memory, including the margin, with which a candidate of the table fits by its estimate and
+        """Return the least memory, including the margin, in which a candidate of the table fits by its estimate and
         by its plan. The result is 0 if programs are not checked, or if no tried program passes the check."""
         least = math.inf
         smallest = sorted(_estimated(found).items(), key=lambda item: item[1])

@@ -407,7 +407,7 @@ def shards_some(layout: Layout, levels: Sequence[int]) -> bool:
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:
     """Check these arguments of a search space. `search` calls this function before it measures the model.
-    `Space` calls it, too, and checks its other fields itself.
+    `Space` also calls it, and checks its other fields itself.
 
     Raises:
         SearchError: An argument is not valid.

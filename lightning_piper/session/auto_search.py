@@ -188,7 +188,7 @@ class _Outcome:
         part: Index of the part of the space in which the search ended.
         proposal: The proposed program; None if there is none.
         problem: Why there is none.
-        needed: Bytes of each device with which a program fits, according to `problem`; infinite if it names none.
+        needed: Bytes of each device that are enough for a program, if `problem` names them; otherwise infinite.
         is_limited: Whether memory excludes a program that is better, or that leaves the module whole.
     """
 

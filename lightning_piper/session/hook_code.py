@@ -141,8 +141,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of an object. None if the attribute is missing or raises an error. None also for a
-    property, which is not read, because its code would run."""
+    """Return an attribute of an object. None if the attribute is missing or raises an error, or is a property.
+    A property is not read, because its code would run."""
     static = inspect.getattr_static(owner, name, None)
     if isinstance(static, property | functools.cached_property):
         return None

@@ -466,7 +466,7 @@ class Rounds:
         return {name: own.get(canonical.get(name, name), value) for name, value in module.items()}
 
     def has_changed(self, module: Mapping[str, Any]) -> bool:
-        """Return whether a state dict of the module has other values than the module had at the end of the fit."""
+        """Return whether the values in a state dict of the module differ from the module's at the end of the fit."""
         return any(sum_of_elements(module[n]) != bits for n, bits in self._bits.items() if n in module)
 
     def state(self, changed: Mapping[str, torch.Tensor] | None = None) -> State | None:

@@ -53,7 +53,7 @@ def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def restore_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore the result of `metric_states`."""
+    """Restore the states that `metric_states` has returned."""
     for name, state in states.items():
         _set(module.get_submodule(name), state)
 
@@ -61,8 +61,8 @@ def restore_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, A
 def add_metric_states(
     module: nn.Module, states: Mapping[str, dict[str, Any]], more: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Add to the result of `metric_states` the states of another process, as a sync of the two processes would. A state
-    that torchmetrics does not merge stays."""
+    """Merge `more`, the states of another process, into `states`, as a sync of the two processes would. A state that
+    torchmetrics does not merge stays. Both are results of `metric_states`."""
     for name, state in states.items():
         metric: Any = module.get_submodule(name)
         other = more[name]

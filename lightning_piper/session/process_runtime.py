@@ -72,11 +72,11 @@ class Settings:
         whole_norms: Whether all batch norms of the training step use the statistics of the whole batch.
         in_part: Whether Piper may capture only the calls of annotated modules if it cannot capture the
             training step.
-        compile: Options with which Inductor compiles the code of passes; None to run this code uncompiled.
+        compile: Inductor's options for the code of passes; None to run this code uncompiled.
         device: The logical device of this process; None if all devices are in this process.
         simulated: Whether all devices are in this process and on a simulated accelerator.
         cuda_graphs: Whether passes run as graphs after the first step (`runtime.chunk_graphs`).
-        everywhere: Under local SGD, all processes of the run, of which each local replica runs the program; otherwise
+        everywhere: Under local SGD, the processes of all local replicas, each of which runs the program; otherwise
             None.
     """
 
@@ -232,8 +232,8 @@ class ProcessRuntime:
         return compiled
 
     def compiled_here(self, work: Callable[[], Compiled]) -> Compiled:
-        """Compile in this process only. Other replicas already have a program for their batch, and run it
-        meanwhile.
+        """Compile in this process only. At the same time, other replicas run the program that they already have
+        for their batch.
 
         The plans must equal the plans that ran last, because the other replicas run plans equal to these.
 
@@ -307,8 +307,8 @@ class ProcessRuntime:
         return x if self._transport is None else self._transport.sum(x)
 
     def announce(self, flag: bool) -> bool:
-        """Return the flag that rank 0 of the run passed, between two steps. Return True also if this runtime cannot
-        carry the flag without a wait of the host, or not to all processes. Collective."""
+        """Return the flag that rank 0 of the run passed, between two steps. Return True if this runtime cannot send
+        the flag to all processes without a wait of the host. Collective."""
         if self._settings.everywhere is not None or self._world.device.type != "cpu":
             return True
         return self._transport is not None and self._transport.any(flag and self._world.rank == 0)
@@ -481,8 +481,8 @@ def arguments_of(
 
 
 def check_placed(program: Sequence[Directive], processes: int, local_replicas: int = 1) -> None:
-    """Check before a capture that there is a process for each logical device, as far as the directives show
-    the number of logical devices.
+    """Check before a capture that there is a process for each logical device. Without the capture, some
+    programs do not show the number of logical devices. They pass this check.
 
     Args:
         local_replicas: Number of local replicas of local SGD, each with this number of processes.

@@ -152,7 +152,7 @@ class Programs:
         Args:
             captured: The result of `find`.
             apart: Whether replicas may have batches of different shapes.
-            collective: Whether all processes take part. If not, other replicas continue meanwhile.
+            collective: Whether all processes take part. If not, other replicas continue without this one.
             changed: The error to raise if the step of this process has changed since its capture.
 
         Raises:
@@ -231,8 +231,8 @@ class Programs:
         """Drop the executors.
 
         Executors hold communicators, whose threads are joined when the last reference disappears. If the
-        garbage collector dropped this reference, it could do so in a process that was forked meanwhile (a
-        loader's worker) and does not have these threads.
+        garbage collector dropped this reference, it could do so in a forked process (a loader's worker), which does
+        not have these threads.
         """
         self._prepared.clear()
 

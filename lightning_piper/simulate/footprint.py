@@ -62,7 +62,7 @@ class Footprint:
 
         Args:
             given: For each argument, the group of arguments with its storage if only the code holds it. None
-                for an argument that other values hold, too.
+                for an argument that other values also hold.
             sizes: The bytes of the storage of each group.
         """
         key = (tuple(given), sizes)

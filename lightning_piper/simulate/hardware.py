@@ -213,8 +213,8 @@ class Hardware:
         return HierarchicalRing(tuple(map(tuple, nodes.values())), inside, link(level))
 
     def _shared(self, devices: Sequence[int]) -> list[SharedLink]:
-        """Return the shared links between these devices. At its other end, a shared link has the devices that
-        this link joins with its own devices, and that no nearer link joins with them."""
+        """Return the shared links between these devices. The devices at the other end of a shared link are
+        the devices that this link joins with its own devices, but that no nearer link joins with them."""
         found = []
         for level, shared in enumerate(self.shared):
             if shared is None:

@@ -165,7 +165,7 @@ class _Account:
                     self.kept.append((start, 1, part))
         if isinstance(instruction, EarlyUpdateInstruction):
             self.changes.append((start, instruction.nbytes, "other"))
-        # The bucket stays until the reduce-scatter is complete, also if its slot is freed before.
+        # The bucket stays until the reduce-scatter is complete, even if its slot is freed before.
         if isinstance(instruction, ReduceScatterInstruction):
             bucket = self._passing[instruction.into] = self._held[instruction.reads[0].slot].storages
             self._come(bucket, start)
@@ -210,8 +210,7 @@ class _Account:
         return self._let_go(value.storages, value.until)
 
     def _let_go(self, storages: _Storages, moment: _Moment) -> list[_Storage]:
-        """Record that one value less lies on these storages. Free and return the storages on which no value
-        lies any more."""
+        """Record that these storages have one value less. Free and return the storages without a value."""
         gone = []
         for storage in dict.fromkeys(storages):
             storage.until = max(storage.until, moment)

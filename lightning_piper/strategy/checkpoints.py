@@ -173,7 +173,7 @@ class Saves:
             content: The checkpoint.
             path: Path of the file.
             storage_options: Options for the plugin.
-            steady: None to write the file at once. Otherwise a thread writes it in the background, unless a copy of
+            steady: None to write the file immediately. Otherwise a thread writes it in the background, unless a copy of
                 the checkpoint would run `__del__` of the user's objects. These are the addresses of the memory that
                 the thread may also copy, as `LateCopies` takes them.
 

@@ -217,8 +217,8 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 def uncapturable(
     module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int, capture: str
 ) -> str | None:
-    """Return why a module's training step cannot be captured, as far as that is known before the first batch.
-    None if a capture may succeed.
+    """Return why a module's training step cannot be captured, if this is known before the first batch. None if a
+    capture may succeed.
 
     Args:
         optimizers: The Trainer's optimizers.

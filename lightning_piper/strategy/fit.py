@@ -380,7 +380,7 @@ class Fit:
         first, self._epoch = epoch != self._epoch, epoch
         changed = None if captured is None else self._variants.ran(captured, first)
         if changed is not None:
-            prepared = None  # No program is valid any more. All processes learn that in the comparison.
+            prepared = None  # No program is valid now. All processes learn that in the comparison.
         scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches
         keeps = self._keeps_back and not last
         return PendingStep(number, last, first, captured, prepared, state, changed, scale, keeps)

@@ -243,7 +243,7 @@ class Starting:
         optimizer.load_state_dict(state if self.resumes else {**state, "state": {}})
 
     def resumed(self, optimizer: Optimizer) -> State | None:
-        """Return the state with which the optimizer begins the fit. None without a checkpoint, or if the
+        """Return the optimizer's state at the beginning of the fit. None without a checkpoint, or if the
         optimizer already has the state and shards it itself (`ZeroRedundancyOptimizer`)."""
         if self.resumes and hasattr(optimizer, "consolidate_state_dict"):
             return None

@@ -164,9 +164,8 @@ class OverProcesses(_lightning.Strategy):
 
     @property
     def counted(self) -> World:
-        """The processes, each with the replica for which its values count in metrics and reductions.
-
-        While each process evaluates only its own samples, that is the replica that it draws data for.
+        """The processes, each with its replica in metrics and reductions. While each process evaluates only its
+        own samples, this is the replica that it draws data for.
         """
         return self._drawing if self._alone else self.world
 
@@ -350,8 +349,8 @@ class OverProcesses(_lightning.Strategy):
             spares.end()
 
     def _warm_up(self, trainer: pl.Trainer, enter: Callable[[str | None], object]) -> None:
-        """In a spare, begin the fit without the other processes, and end it when the step is captured. So the step need
-        not be captured when this process takes a rank."""
+        """In a spare, begin the fit without the other processes, and end it when the step is captured. This capture
+        saves time when the process takes a rank."""
         self._warms_up = True
         try:
             with warming_up(trainer):

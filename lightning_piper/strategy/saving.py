@@ -164,7 +164,7 @@ class SavingStrategy(EvaluatingStrategy):
         restored = self._restored
         if restored.sharded is not None:
             assert isinstance(checkpoint, dict) and self.lightning_module is not None
-            # A callback that averages weights reads the states of the module, too.
+            # A callback that averages weights also reads the states of the module.
             trainer = _lightning.trainer_of(self.lightning_module)
             averages = trainer is not None and averaging(trainer)
             states = ["state_dict", "current_model_state"] if averages else []
@@ -281,8 +281,7 @@ class SavingStrategy(EvaluatingStrategy):
             self._saves.plain(io, checkpoint, filepath, storage_options, steady)
 
     def _steady_memory(self) -> set[int]:
-        """Return the addresses of memory in which only an update, or a hook, changes the parameters and the states of
-        the optimizer."""
+        """Return the addresses of the parameters and of the optimizer's states that only an update or a hook changes."""
         if not isinstance(self.phase, Fitting):
             return set()  # an uncaptured step may change everything
         fit = self.phase.fit
@@ -305,7 +304,7 @@ class SavingStrategy(EvaluatingStrategy):
         return super().optimizer_step(optimizer, computed, model, **kwargs)
 
     def _settle(self) -> None:
-        """Wait until no thread copies parameters or states of the optimizer any more."""
+        """Wait for the threads that copy parameters or states of the optimizer."""
         self._saves.late.settle()
         if self._copies is not None:
             self._copies.late.settle()

@@ -35,7 +35,7 @@ class SpikeRecorder(pl.Callback):
     losses. The first `window` batches are not compared. The loss must be positive. It is the mean over the
     replicas, so all of them save their parts of the batch.
 
-    Each replica writes `FOLDER/step=412-batch=3-replica=0.pt` before the update, also if the update then raises an
+    Each replica writes `FOLDER/step=412-batch=3-replica=0.pt` before the update, even if the update then raises an
     error. `torch.load(path, weights_only=False)` returns a dict: `epoch`, `step` (updates before this one),
     `batch_idx`, `loss`, `median`, `norm` (the 2-norm of all gradients before clipping) and `batch`, on the CPU. A
     fit writes at most 20 files on each replica. The callback reads a number from the device in each batch, and

@@ -306,8 +306,8 @@ class PiperStrategy(SavingStrategy):
         _lightning.move_optimizers(self.optimizers, self.root_device)
 
     def _begin_captured(self, start: Starting, batch: Any) -> None:
-        """Begin a fit with a captured step. If Piper may search for a program, it searches at once with
-        `whole=False`; with `whole=True` only if replicas do not fit into memory. Collective."""
+        """Begin a fit with a captured step. If Piper may search for a program, it searches immediately with
+        `whole=False`. With `whole=True`, it searches only if replicas do not fit into memory. Collective."""
         if start.searches and self._keeps_whole:
             try:
                 self._begin_fit(start, batch, partial(self._check_room, start))

@@ -205,7 +205,7 @@ def first_difference(
     expected: Sequence[Values] | None = None,
     cuda_graphs: bool = False,
 ) -> str | None:
-    """Return a text about the first order that raises a PiperError or gives other values than the CPU; None if
+    """Return a text about the first order that raises a PiperError or whose values differ from the CPU's; None if
     there is no such order.
 
     Args:

@@ -243,8 +243,8 @@ def _first_difference(
 ) -> str:
     """Run the step once more, and return as a text the first operation whose results differ, and its line.
 
-    If the parts run other code than the whole batch before any results differ, the text names only that line,
-    and says so. The text is empty if neither happens.
+    If the parts and the whole batch run different code before any results differ, the text says so, and names
+    only the line. The text is empty if neither happens.
     """
     noted = []
     for slices in (whole, parts):

@@ -1,7 +1,7 @@
 """Compile the code of passes for the machine that runs it.
 
 Each pass is one graph of ATen operations, so Piper calls Inductor directly, without frame evaluation and
-without guard checks in a step. Fused kernels round at other points than the captured operations, so results
+without guard checks in a step. Fused kernels round at different points than the captured operations, so results
 are equal within the rounding of the dtype, but not bitwise. Compiled code also draws random numbers with
 ATen's operations, so dropout masks are the same.
 """

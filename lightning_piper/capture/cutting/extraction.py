@@ -130,7 +130,7 @@ def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
         else:
             env[node] = copied_node(graph, node, env)
             if node.target in RESHAPES:
-                # Some kernels return other strides than their fake versions (batch norm's backward in
+                # Some kernels and their fake versions return different strides (batch norm's backward in
                 # float64), so a view that was valid in the trace may fail. A reshape copies in this case, as
                 # eager autograd does.
                 env[node].target = aten.reshape.default

@@ -144,7 +144,7 @@ def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
     Args:
         graph: the graph of a pass, which is changed in place.
         given: input node of the graph -> its traced value. If an argument has a multiple of `ROWS`, a
-            dimension of an input must have one, too.
+            dimension of an input must also have one.
     """
     measure: Node | None = None  # the node that computes the number of rows
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""Run the uncaptured code of a step of which only module calls are captured, as one operation of the graph.
+"""Run the uncaptured code of a partly captured step as one operation of the graph.
 
 The uncaptured code reads the results of the captured calls, the batch, and the parameters and buffers that
 belong to no captured call. The code computes the loss, and autograd runs its backward pass. The capture does

@@ -34,8 +34,8 @@ class ModuleCall:
             block.
         has: All names of the parameters and buffers of the called module. If the step's module itself was
             called, names of the parameters and buffers that the call read.
-        handed_on: Whether the result has tensors, and only other annotated calls read them, as far as the
-            step was traced. An annotated call is one with `tags` or `marks`. Only `ModuleCallLog.captured`
+        handed_on: Whether the result has tensors, and in the traced part of the step only other annotated calls
+            read them. An annotated call is one with `tags` or `marks`. Only `ModuleCallLog.captured`
             sets this; otherwise it is False.
     """
 
@@ -140,7 +140,7 @@ class ModuleCallLog:
             except BaseException:  # the step's code may catch the error
                 reads.found |= outside
                 raise
-            # If the step's code has caught an error of the trace, it may now run other code than on a device.
+            # If the step's code has caught an error of the trace, it may now run code that does not run on a device.
             if next(caught(), None) is not None:
                 reads.found |= outside
                 return made

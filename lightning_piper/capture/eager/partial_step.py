@@ -1,5 +1,5 @@
-"""A training step of which Piper captures the calls of annotated modules. All other code runs uncaptured
-(`remainder`).
+"""A partly captured training step: Piper captures the calls of annotated modules. All other code runs
+uncaptured (`remainder`).
 
 Piper uses this if it cannot capture the step as a whole. The trace follows the step's code up to the last
 captured call. The graph also has the operations of the step's code before this call, because captured calls
@@ -38,7 +38,7 @@ CALL_KEY = "piper_call"  # metadata key of operations that are traced inside of 
 
 
 class PartlyCaptured(CapturedStep):
-    """A `CapturedStep` of which only module calls are captured. Its arguments are explained at `capture`.
+    """A `CapturedStep` that captures only module calls. `capture` explains its arguments.
 
     Attributes:
         calls: the captured calls, in order.
@@ -257,8 +257,8 @@ class _RemainderStep(TracedStep):
             leaves: the tensors of the batch, then the Python numbers that are inputs of the trace.
 
         Raises:
-            CaptureError: no input of the uncaptured code needs a gradient. Or a captured call is missing, or
-                has a result of another structure than in an earlier trace.
+            CaptureError: no input of the uncaptured code needs a gradient. Or a captured call is missing, or the
+                structure of its result differs from an earlier trace.
         """
         returned = self._call(leaves)
         self.logs, self._logged = [], []  # only the uncaptured code logs
@@ -298,7 +298,7 @@ class _RemainderStep(TracedStep):
             made: the result of the call.
 
         Raises:
-            CaptureError: the result has another structure than in the first trace.
+            CaptureError: the structure of the result differs from the first trace.
         """
         if call.handed_on:
             self._remainder.returned[call.key] = CallResult(None)

@@ -37,7 +37,7 @@ from lightning_piper.capture.python_state.state_reads import RandomDraw, without
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError, LongStepError
 
-# The content of the file for a graph that cannot be written. A process that reads it makes the graph at once,
+# The content of the file for a graph that cannot be written. A process that reads it makes the graph immediately,
 # without waiting for another process.
 REFUSED = b""
 MANY = 64  # the most graphs that a process keeps in memory
@@ -57,7 +57,7 @@ def traced_once(
     """Return the graph of a step: a known graph if the step has the same operations, otherwise a new graph.
 
     The graph is a new object. To find out the operations, the step first runs on fake tensors. If this run
-    fails with another error than those below, the function calls `trace`: the error may be the step's own, or
+    fails with an error that is not listed below, the function calls `trace`: the error may be the step's own, or
     the run cannot record an operation.
 
     Args:
@@ -117,7 +117,7 @@ def traced_once(
         except Exception:
             if not blocks:
                 raise
-            # The blocks differ, or this error has another text than without replay.
+            # The blocks differ, or the text of this error is different without replay.
             _differing.add(module)
             blocks = ()
             digest, build, own = tracing_run(blocks, _is_known)

@@ -151,7 +151,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
         self._muted = False
         self.runs_code_backward = (
-            False  # whether a backward operation was called by other code than torch's formulas
+            False  # whether code other than torch's formulas has called a backward operation
         )
         self._leaves_graph = False  # whether the step does more than its operations show
         self._reads_nodes = False  # whether the step may have hooks that torch does not list
@@ -170,7 +170,7 @@ class _OperationLog(_torch.TorchDispatchMode):
 
     def forward_digest(self, loss: torch.Tensor) -> str | None:
         """Return the digest after the forward pass, with the graph of autograd. Return None if the backward pass may run
-        other code than formulas of torch.
+        code other than torch's formulas.
 
         Args:
             loss: the step's first result.
@@ -304,7 +304,7 @@ class _OperationLog(_torch.TorchDispatchMode):
             before: autograd's sequence number before the block.
 
         Raises:
-            BlocksDiffer: other code has read a tensor of which the block computes the gradient.
+            BlocksDiffer: other code has read a tensor whose gradient the block computes.
         """
         assert self.read is not None
         notes = template.notes
@@ -419,8 +419,8 @@ class _OperationLog(_torch.TorchDispatchMode):
         """Note which tensors a forward operation outside of blocks reads.
 
         Raises:
-            BlocksDiffer: it changes a tensor that a block has read or made, or reads a tensor of which a block
-                computes the gradient.
+            BlocksDiffer: it changes a tensor that a block has read or made, or reads a tensor whose gradient a block
+                computes.
         """
         assert self.read is not None
         changes = function._schema.is_mutable and _torch.storage_id(args[0]) in self._of_blocks
@@ -433,7 +433,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         """Yield the words by which the log of operations identifies an argument or a result.
 
         Raises:
-            NotLoggable: The argument has another type than the log can record.
+            NotLoggable: The log cannot record the type of the argument.
         """
         if isinstance(value, torch.Tensor):
             yield self._tensor(value)

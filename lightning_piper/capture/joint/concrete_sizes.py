@@ -1,6 +1,6 @@
 """Temporarily replace a graph's symbols by numbers.
 
-`SymbolicStep` analyzes the terms of the loss (`weigh`) meanwhile: the analysis needs numbers, but its result
+`SymbolicStep` does this to analyze the terms of the loss (`weigh`): the analysis needs numbers, but its result
 holds at all sizes.
 """
 

@@ -325,8 +325,8 @@ def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
     These nodes are not glue: tagged nodes, sums over the batch and changes of placement (`BORDERS`),
     the readers of `BORDERS`, of a parameter or of a node in `away`, and nodes with `AFTER`.
     """
-    # After `combine`, rows do not belong to the experts' region any more. The result of a sum does not belong
-    # to the region of its terms.
+    # After `combine`, rows no longer belong to the experts' region. The result of a sum does not belong to the
+    # region of its terms.
     if AFTER in node.meta:
         return False
     came_back = any(x in away or x.target in BORDERS for x in node.all_input_nodes)

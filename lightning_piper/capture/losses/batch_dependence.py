@@ -99,7 +99,7 @@ class BatchDependence:
             With n samples: a constant, a multiple of n, of its root or of its square, the inverse of such a
                 multiple, n plus an integer, or the inverse of n plus an integer. None if the number depends on n
                 in another way, or if the node has no counterpart in the trace at another size. Without such a
-                trace, every number is a constant. 0, NaN and any other value than a number count as
+                trace, every number is a constant. 0, NaN and values that are not numbers count as
                 constants.
         """
         if not isinstance(value, int | float) or not value or value != value:
@@ -238,8 +238,8 @@ class BatchDependence:
         return any(isinstance(a, int | float) and _differ(a, b) for a, b in pairs)
 
     def is_scaled_by_size(self, rows: Node) -> bool:
-        """Return whether `rows` are computed from a product or quotient with a number that may follow from
-        the number of samples.
+        """Return whether `rows` are computed from a product or quotient with a number that may depend on the
+        number of samples.
 
         Examples are `torch.relu(x / len(x))` and the gradient of a mean. The sum over the batch is then not
         the sum over its parts.
@@ -258,8 +258,8 @@ class BatchDependence:
         return False
 
     def _may_follow(self, value: Any, node: Node, position: int) -> bool:
-        """Return whether `value` may depend on the number of samples, as far as the traces show. It is a
-        factor or divisor of `node`, at the position `position` of the arguments."""
+        """Return whether the traces allow that `value` depends on the number of samples. It is a factor or
+        divisor of `node`, at the position `position` of the arguments."""
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False
@@ -297,7 +297,7 @@ class BatchDependence:
 
     @cached_property
     def _beside(self) -> dict[Node, Node] | None:
-        """Node -> the node's counterpart in the trace at another size, as far as the two graphs agree.
+        """Node -> its counterpart in the trace at another size, for all nodes on which the two graphs agree.
 
         None if a trace at another size cannot be made. Otherwise, this also sets `_there` to the graph of that
         trace, and `_other_size` to its number of samples.

@@ -112,7 +112,7 @@ class _SampleDependence:
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int) -> None:
-        # `_shown`: the nodes with rows of samples, as far as the graph's shapes show it
+        # `_shown`: the nodes whose shapes show that they have rows of samples
         self._size, self._shown = size, known_rows(graph, size)
         self.held: dict[Node, Held] = {}
         self.beside: set[Node] = set()

@@ -282,7 +282,7 @@ def guards_of(expression: Expression) -> list[Factor | Conditional]:
 
 
 def _inside(expression: Expression) -> list[Expression]:
-    """Return the expressions of which an expression consists."""
+    """Return the expressions inside of an expression."""
     match expression:
         case Factor(value):
             return [value]

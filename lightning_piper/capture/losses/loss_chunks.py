@@ -237,7 +237,7 @@ def _gradients(gradient: Node, product: Any) -> tuple[Node | None, Node | None, 
 
 
 def _source(x: Any) -> Any:
-    """Return the value of which `x` is a transposed view, once or twice."""
+    """Return the source of `x` before its transposed views."""
     while x.target is aten.t.default:
         x = x.args[0]
     return x

@@ -226,11 +226,11 @@ class _LossWeighting:
         return curved
 
     def _find_without_weights(self, losses: list[Any], curved: Places) -> None:
-        """If `_met` is None, set it to the first operation of `curved` on which the loss depends, and whose
-        value weights cannot combine.
+        """If `_met` is None, set it to the first operation of `curved` that the loss depends on, and whose
+        values on parts of the batch cannot be combined by weights.
 
-        Weights can combine a ratio, and a value that follows from the batch alone. They cannot if the weights of
-        the loss are assumed.
+        Weights can combine a ratio, or a value that depends only on the batch. They combine nothing if the weights
+        of the loss are assumed.
         """
         if self._met is None:
             surely = {
@@ -340,7 +340,7 @@ class _LossWeighting:
         return made
 
     def _is_source(self, node: Node) -> bool:
-        """Return whether weights suffice to combine the node's values, also if some of the values are 0. They
+        """Return whether weights suffice to combine the node's values, even if some of the values are 0. They
         do not if the value is a function of sums over the batch. They do not if the value is a quotient by a number
         that may be 0 on the whole batch, because the parts may then be infinite with both signs."""
         divided = guards_of(self.found.of(node).denominator or ONE)

@@ -102,8 +102,8 @@ def _computed(node: Node, known: Constants) -> torch.Tensor | None:
 
 
 def _replacement(node: Node, constants: Constants) -> torch.Tensor | None:
-    """Return the value with which a trial replaces an input: ones if all elements are equal, or the value of
-    a constant. Return None if the trial draws the input."""
+    """Return the value of an input in a trial: ones if all elements are equal, or the value of a constant.
+    Return None if the trial draws the input."""
     value = node.meta["val"]
     if value.numel() <= LARGE and is_uniform(node):
         return torch.ones(value.shape, dtype=value.dtype)
@@ -290,7 +290,7 @@ def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator)
 
 
 def _another(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return other values than `x`: drawn again, or for integers and bools, 0 and 1 exchanged."""
+    """Return values that differ from `x`: drawn again, or for integers and bools, 0 and 1 exchanged."""
     if x.is_floating_point() or x.is_complex():
         return _drawn(x.shape, x.dtype, generator)
     return x.logical_not().to(x.dtype)

@@ -23,7 +23,7 @@ _COPIES = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.
 
 
 def refuse_shared_masks(graph: torch.fx.Graph, size: int) -> None:
-    """Check that no operation combines the rows of a square matrix of the batch with another dimension than the
+    """Check that no operation combines the rows of a square matrix of the batch with a dimension other than the
     samples. A part of the batch would get some rows of the matrix, and a part of one sample would use its only
     row in place of all rows.
 

@@ -259,9 +259,9 @@ def call_with_deferred(function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return the dtype with which a deferred number enters an operation with `tensors`. A float gets the default
-    dtype if no tensor has a floating-point or complex dtype, because torch gives the result this dtype. Any other
-    number keeps its dtype."""
+    """Return the dtype of a deferred number in an operation with `tensors`. A float gets the default dtype if no
+    tensor has a floating-point or complex dtype, because torch gives the result this dtype. Any other number keeps
+    its dtype."""
     inexact = any(x.is_floating_point() or x.is_complex() for x in tensors)
     return number.dtype if inexact or not number.is_floating_point() else torch.get_default_dtype()
 
@@ -280,7 +280,7 @@ def _refused(*args: Any, **kwargs: Any) -> NoReturn:
 def _made(
     data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
 ) -> torch.Tensor:
-    """Return the result of `torch.tensor` for a number or nested lists of numbers, of which some are
+    """Return the result of `torch.tensor` for a number or nested lists of numbers. Some of the numbers are
     placeholders."""
 
     def stacked(data: Any) -> Any:
@@ -403,7 +403,7 @@ def _binary(
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return `base ** exponent`, of which at least one is deferred. Integers give an integer, or for a negative
+    """Return `base ** exponent`. At least one of the two is deferred. Integers give an integer, or for a negative
     exponent a float.
 
     Raises:

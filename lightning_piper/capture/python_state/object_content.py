@@ -244,7 +244,7 @@ def restoring(value: Any) -> Callable[[], None] | None:
     - a context variable with a value
     - a file in memory that is not closed (`StringIO`, `BytesIO`)
     - an open file on a disk, if later code only appends to it
-    - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large, also if
+    - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large, even if
       processes share it (`multiprocessing.Value`, `multiprocessing.Array`)
     - an event that processes share (`multiprocessing.Event`)
     """

@@ -370,7 +370,7 @@ def _has_own_source(iterator: Any) -> bool:
 
 
 def _position(iterator: Any) -> Any:
-    """Return a value that changes when the iterator advances, as far as this is visible.
+    """Return a value that changes when the iterator advances, if its class shows this.
 
     For a generator, the value has its instruction and its local variables. For an iterator over a container,
     the value is the number of remaining entries. Otherwise the value has the state or the attributes of the

@@ -40,8 +40,8 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 
 MISSING = object()  # the value of a place that has no value, such as a dict's entry that does not exist
-GONE = object()  # the value of a place whose owner does not exist any more
-_RELEASED = object()  # a `Guard.value` that the guard does not hold any more
+GONE = object()  # the value of a place whose owner no longer exists
+_RELEASED = object()  # a `Guard.value` that the guard no longer holds
 ALL = object()  # a `StateLocation.name` that stands for all entries of the dict
 # Classes of immutable values, which guards compare by `repr`.
 VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype,
@@ -55,8 +55,8 @@ PROXIES = (
 
 
 def referent(value: Any) -> Any:
-    """Return the object to which a weak reference or a weak proxy refers. Return None if the object does not
-    exist any more."""
+    """Return the object to which a weak reference or a weak proxy refers. Return None if the object no longer
+    exists."""
     if type(value) not in PROXIES:
         return value()
     try:
@@ -100,7 +100,7 @@ class WeakAttributes:
         return None if value is None else object.__getattribute__(value, "__dict__")
 
     def get(self, name: str, default: Any) -> Any:
-        """Return the attribute, or the default. Return `GONE` if the object does not exist any more."""
+        """Return the attribute, or the default. Return `GONE` if the object no longer exists."""
         value = self._held()
         if value is None:
             return GONE
@@ -299,7 +299,7 @@ class _ObjectIdentity:
 
     @property
     def value(self) -> Any:
-        """The object. `GONE` if it does not exist any more."""
+        """The object. `GONE` if it no longer exists."""
         if self._weak is None:
             return self._strong
         found = self._weak()
@@ -426,7 +426,7 @@ class Guard:
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:
-    """Return the paths of the changed numbers in the value of a guard that does not hold any more. If the
+    """Return the paths of the changed numbers in the value of a guard that no longer holds. If the
     value itself is the number, its path is (). There are no paths if anything other than a number that can be
     assigned to has changed."""
 

@@ -47,7 +47,7 @@ def attributes(module: nn.Module) -> list[Attribute]:
             # A counter ignores the order, because the order of a set may change when the set is filled again.
             form: Any
             kind = type(value)  # `isinstance` does not see that a placeholder replaces a list
-            if kind in weakref.ProxyTypes:  # the object may not exist any more
+            if kind in weakref.ProxyTypes:  # the object may no longer exist
                 form = id(value)
             elif issubclass(kind, set):
                 form = Counter(_entry(x) for x in value)

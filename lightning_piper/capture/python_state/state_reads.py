@@ -97,7 +97,7 @@ class History:
     batch: BatchSpec | None = None
 
     def learn(self, reads: StateReads) -> None:
-        """Record the reasons why a capture is not valid any more: the places, and the answers of proxies,
+        """Record the reasons why a capture is no longer valid: the places, and the answers of proxies,
         that have changed. A number with `BECOMES_INPUT` changes becomes an input of the next capture.
 
         Args:
@@ -334,7 +334,7 @@ class StateReads:
         has changed, record its place for the next trace, and remove its guard. Otherwise do nothing.
 
         Args:
-            changed: a guard that does not hold any more.
+            changed: a guard that no longer holds.
 
         Raises:
             ContainerGrowth: a place was recorded, so the step must be traced again.
@@ -446,8 +446,8 @@ def _generators() -> tuple[Any, Any, torch.Tensor]:
 
 
 def _drawn(before: tuple[Any, Any, torch.Tensor]) -> str:
-    """Return the name of a module whose global generator has another state than in `before`, which `_generators`
-    returned. Empty if all generators have the same state."""
+    """Return the name of a module whose global generator has changed since `_generators` returned `before`. Empty if
+    all generators have the same state."""
     python, numpy, state = _generators()
     with _torch.with_data():
         same = torch.equal(state, before[2])

@@ -64,7 +64,7 @@ def refuse_sharing(pairs: Sequence[Pair], code: StepCode, params: Mapping[str, P
 
 
 def _problem(one: str, two: str, changing: Collection[str], params: Mapping[str, ParamInfo]) -> str:
-    """Return the text of the error for two tensors that share memory, of which `changing` names those that
+    """Return the text of the error for two tensors that share memory. `changing` has the names of tensors that
     change."""
     if one in params and two in params:
         alike = params[one].spec.shape == params[two].spec.shape

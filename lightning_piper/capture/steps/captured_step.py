@@ -300,8 +300,8 @@ class CapturedStep:
         If the batch must not be cut, there is only the code of the captured batch, whatever the `size`.
 
         Raises:
-            CaptureError: the step cannot be captured, it changes memory that two tensors share, or the code
-                has another structure than at the first size.
+            CaptureError: the step cannot be captured, it changes memory that two tensors share, or the structure
+                of the code differs from the first size.
             Exception: an error of the step itself.
         """
         if self.batch_spec.undivided is not None and size != self.batch_spec.size:

@@ -72,7 +72,7 @@ class SymbolicTraces:
         return next((code for step in self.steps if (code := step.at(specs, size)) is not None), None)
 
     def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
-        """Return the dimensions that become symbols, and the number of samples with which to trace.
+        """Return the dimensions that become symbols, and the number of samples for the trace.
 
         Symbols are the first dimensions, and the dimensions in which batches have differed so far, unless
         their size is 0 or 1. The number of samples is the current batch's, or the next larger number that no

@@ -118,7 +118,7 @@ class Propagation:
     the placements of earlier nodes.
 
     Args:
-        seek: Weights that may be sharded, by canonical name -> the number of runs of which a shard consists
+        seek: Weights that may be sharded, by canonical name -> the number of runs of a shard
             (default: no weights; only the division shards parameters).
         axes: The propagations along all axes of this graph. This propagation is appended. By default, this
             axis is the only one.
@@ -345,8 +345,8 @@ class Propagation:
         return any(self._has_columns(y) for y in rights if isinstance(y, Node))
 
     def _is_for_rows(self, view: Node) -> Sharded | None:
-        """Return the shard to which the source of this view should change before the view. Return None if
-        another case than the following holds.
+        """Return the shard to which the source of this view should change before the view. In all cases other than
+        the following, return None.
 
         The source is sharded along its last dimension, the view keeps this dimension, and products read the
         view, all with replicated weights. These products need the whole last dimension. The result is a shard
@@ -576,7 +576,7 @@ class Propagation:
         )
 
     def param_of(self, x: Node) -> str:
-        """Return the canonical name of the parameter `x`, or of the parameter of which `x` is a view."""
+        """Return the canonical name of the parameter `x`, or of the parameter that `x` is a view of."""
         while x not in self.names:
             x = x.all_input_nodes[0]
         return self.names[x]

@@ -192,7 +192,7 @@ def _cast(writer: Decomposer, x: Node, dtype: torch.dtype) -> Node:
 
 
 def _itself(x: Node) -> Node:
-    """Return the value of which `x` is a copy in the backward pass, or `x` itself."""
+    """Return the value that the backward pass has copied to `x`, or `x` itself if it is not such a copy."""
     while x.target in (aten.detach.default, aten.alias.default) and _torch.is_backward(x):
         (x,) = x.all_input_nodes
     return x

@@ -71,7 +71,7 @@ class _Search:
     values: Mapping[str, Sharded]
 
     def settled(self, runs: dict[str, int]) -> Propagation:
-        """Return the placements with which no operation gathers a shard of a weight or of a product.
+        """Return placements so that no operation gathers a shard of a weight or of a product.
 
         Args:
             runs: Weight -> number of its equal blocks, each of which is sharded separately. 0 if the weight must not
@@ -136,7 +136,7 @@ def _factors(propagation: Propagation) -> list[tuple[Node, Sharded]]:
 
 
 def _narrow_products(propagation: Propagation, partial: Sequence[tuple[Node, Sharded]]) -> dict[str, int]:
-    """Return the runs with which an operation reads the result of two products without communication.
+    """Return the runs that let an operation read the result of two products without communication.
 
     The first product is narrow, and both are sharded, so the result is a partial sum. The operation reads it as a
     shard, because its other input is a shard. If the first weight is whole (0 runs) and the second weight has the

@@ -1,7 +1,7 @@
 """Record errors of the capture that a step's own code has caught (`try: ... except Exception: ...`).
 
-After the step has caught such an error, it may run other code than it would run on a device, where the error
-does not occur. So a trace of this code is not valid.
+After the step has caught such an error, it may run code that does not run on a device, where the error does not
+occur. So a trace of this code is not valid.
 """
 
 from __future__ import annotations

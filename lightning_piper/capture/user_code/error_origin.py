@@ -23,7 +23,7 @@ _MINE = str(Path(__file__).parents[2]) + "/"
 
 
 def is_own(error: Exception, first: str) -> bool:
-    """Return whether a plain Trainer would also raise the error, as far as its traceback shows.
+    """Return whether a plain Trainer would also raise the error, judged by its traceback.
 
     Return True if the device ran out of memory. Otherwise return False in these cases, and True in all
     others:

@@ -1,5 +1,4 @@
-"""The arguments with which Piper calls a step during its capture, and the error for a step that returns
-None."""
+"""The arguments of a step during its capture, and the error for a step that returns None."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ SKIPPED = (
 
 
 def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_idx: int | None) -> list[Any]:
-    """Return the positional arguments with which Lightning calls a step, in a new list: the batch, then
+    """Return the positional arguments that Lightning passes to a step, in a new list: the batch, then
     `batch_idx` if the step takes it, then `dataloader_idx` if there is one.
 
     Args:

@@ -1,5 +1,5 @@
-"""Sums over replicas: of whole buckets, of buckets of which each member gets a shard, and of the shards of
-groups of replicas that each have all shards.
+"""Sums over replicas: each member gets the whole bucket, or its shard. If each group of replicas has all shards, a
+further sum adds the shards of the groups.
 """
 
 from __future__ import annotations

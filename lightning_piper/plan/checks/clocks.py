@@ -9,7 +9,7 @@ for each stream, so the check is linear in instructions times streams. The check
 - A whole bucket, gathered or to be reduce-scattered, is in memory of the stream that works with it. The
   stream then frees the bucket and makes the next one in its own order, however far the host is ahead.
 - The memory of a value without references is not reused before all streams have read the value. The
-  allocator may reuse the memory at once on the stream that made the value. So each other stream that reads a
+  allocator may reuse the memory immediately on the stream that made the value. So each other stream that reads a
   slot records the slot (`WaitEvent.shared`). The outputs of a chunk may be views of its inputs. The check
   covers views because the stream of a chunk records the chunk's inputs.
 

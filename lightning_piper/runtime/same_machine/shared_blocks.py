@@ -4,8 +4,8 @@ The head of each block has a number for each reader: the number of the last mess
 in this block. So the sender can see when it may reuse a block, without a message. The sender never waits for
 a reader, because there are as many blocks as messages under way at once.
 
-A tensor may be allocated in a block, from which it can be sent without a copy. A block is reused when no
-tensor lies in it any more and all readers have read it. So a step reuses the memory of the step before, and
+A tensor may be allocated in a block, from which it can be sent without a copy. A block is reused when all its
+tensors are gone and all readers have read it. So a step reuses the memory of the step before, and
 the kernel does not have to clear pages.
 """
 
@@ -138,7 +138,7 @@ class SharedBlocks:
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> Note:
         """Make a contiguous tensor a message for these ranks to read, and return the note of the message.
 
-        If the tensor lies in a block, the message is the tensor itself, so do not change the tensor any more.
+        If the tensor lies in a block, the message is the tensor itself, so do not change the tensor afterwards.
         The tensor is copied into another block in two cases: it does not lie in a block, or one of the
         readers already reads a message in the tensor's block.
 

@@ -243,7 +243,7 @@ class SharedSum:
         messages: The messages between the members.
         ranks: The ranks of the members, in the order in which their tensors are added.
         own: The position of this process among the members.
-        x: A contiguous tensor of more than `DIRECT` bytes. Do not read it any more.
+        x: A contiguous tensor of more than `DIRECT` bytes. Do not read it afterwards.
 
     Attributes:
         total: The tensor that holds the sum after `wait`. The tensor is `x`, unless the other members read

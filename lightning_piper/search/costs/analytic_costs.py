@@ -201,7 +201,7 @@ def _exchanged(code: StepCode, region: int, degree: int) -> Number:
     """Return the bytes of the exchanges along the tensor axis after the forward pass of a region.
 
     An all-reduce counts with the bytes of the whole tensor. A gather, an all-to-all or a reduce-scatter
-    counts with half of these bytes. To shard a replicated tensor costs nothing. For a region without a
+    counts with half of these bytes. Sharding a replicated tensor costs nothing. For a region without a
     forward pass, return 0.
     """
     found: Number = 0

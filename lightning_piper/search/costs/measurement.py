@@ -57,7 +57,7 @@ def measured(
         states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
         cut: The blocks of the same module and batch, if they are known.
         optimizer: Makes the optimizer of parameters.
-        clock: Returns seconds. On a CPU that other processes use, too, run one thread and use
+        clock: Returns seconds. On a CPU that other processes also use, run one thread and use
             `time.process_time`, which counts only the work of this process.
 
     Raises:

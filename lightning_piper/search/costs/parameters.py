@@ -21,7 +21,7 @@ from lightning_piper.simulate.hardware import Hardware
 # times the size of caches.
 MOVED = 1 << 27
 MOST = 32
-PIECES = 2  # number of shards with which the update of shards is measured
+PIECES = 2  # number of shards in a measurement of the update of shards
 # Bytes whose use evicts the content of most caches. More bytes would take memory from the measured step.
 CACHES = 1 << 25
 # Largest measured tensor, in bytes. The time of a larger tensor is extrapolated, because memory may not

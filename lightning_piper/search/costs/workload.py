@@ -112,7 +112,7 @@ class Workload:
         least_divided: Number of devices along the tensor axis -> a value that is larger than `least` and
             replaces it.
         meets: Whether microbatches may change the result of the step, for example because it mixes samples.
-            Replicas are possible all the same, because DDP changes the result in this way, too.
+            Replicas are still possible, because DDP also changes the result in this way.
     """
 
     blocks: tuple[Block, ...]

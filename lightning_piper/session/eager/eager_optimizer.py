@@ -236,8 +236,8 @@ class EagerOptimizer:
         now, old = self.optimizer.param_groups, self._whole
         if len(now) < len(old):
             self._check_groups_stay()
-        # `full_state` needs the parameters with which the state was divided. The options are the current
-        # ones. Groups that were added since then are not divided yet.
+        # `full_state` needs the parameters from the division of the state, and the current options. Groups that
+        # were added since then are not divided yet.
         self.optimizer.param_groups = [
             {**group, "params": list(own)} for group, own in zip(now, old, strict=False)
         ]

@@ -154,8 +154,8 @@ class Standalone:
         return self._distribute(Ownership(self.module, training, self.world))
 
     def under(self, settings: Settings, world: World) -> Standalone:
-        """Return a new owner of the same module under another program, of which no step has run yet. Close
-        the evaluation of this owner, because the new owner replaces it. Collective."""
+        """Return a new owner of the same module under another program, before its first step. Close the
+        evaluation of this owner, because the new owner replaces it. Collective."""
         self.evaluation.close()
         return Standalone(
             self.module, settings, self.known, self.seed, self._drawn, world, self._distributed, self._resume
@@ -181,7 +181,7 @@ class Standalone:
     def close(self, failed: bool) -> None:
         """Restore the whole module on every process that had it, unless the run failed. Collective, unless
         the run failed."""
-        # This runs also if the object is closed, because the start of a fit closes it and switches the
+        # This runs even if the object is closed, because the start of a fit closes it and switches the
         # features off again.
         self._resume()
         if self._closed:

@@ -107,7 +107,7 @@ class EpochSampler(Sampler[int]):
 
 
 class _Drawn:
-    """An iteration of a sampler that draws its order sample by sample, perhaps from what it learns meanwhile.
+    """An iteration of a sampler that draws its order sample by sample, and may learn from the epoch.
 
     Args:
         sampler: The sampler, which has a length.

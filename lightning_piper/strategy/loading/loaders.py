@@ -35,8 +35,8 @@ LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the ep
 
 
 class Loaders:
-    """The training loaders of a fit: their positions for checkpoints, and their positions from the checkpoint
-    with which the fit resumes."""
+    """The training loaders of a fit: their positions for checkpoints, and their positions in the checkpoint
+    from which the fit resumes."""
 
     def __init__(self) -> None:
         self._content: Mapping[str, Any] | None = None  # of the checkpoint; None without one
@@ -230,7 +230,7 @@ class Loaders:
             ahead, begun = _lightning.batches_ahead(trainer), _lightning.draws_ahead(trainer)
             self._states = deque([None] * ahead, maxlen=2 + ahead + trainer.accumulate_grad_batches)
             _lightning.before_fetches(trainer, lambda: self._states.append(_states(loaders)))
-            for loader in stateful if begun else ():  # also if a state had no batch left
+            for loader in stateful if begun else ():  # even if a state had no batch left
                 forget_state(getattr(loader, "dataset", None))
 
     def remember(self) -> None:

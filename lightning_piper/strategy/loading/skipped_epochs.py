@@ -37,7 +37,7 @@ def check_skips(module: pl.LightningModule, world: World, batch_idx: int) -> Non
 
 
 def returns_only_none(function: Callable[..., Any]) -> bool:
-    """Return whether a function, by its bytecode, can return only None. False also if this is not clear."""
+    """Return whether a function's bytecode shows that it can return only None."""
     code = getattr(function, "__code__", None)
     return code is not None and _returns_only_none(code)
 

@@ -162,7 +162,7 @@ def content_of_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def outside_checkpoint(trainer: pl.Trainer, gradients: bool) -> State:
-    """Return the state of a fit that a checkpoint does not have, but on which the next steps depend.
+    """Return the state of a fit that the next steps need, but that is not in a checkpoint.
 
     Args:
         trainer: The Trainer.
@@ -181,7 +181,7 @@ def outside_checkpoint(trainer: pl.Trainer, gradients: bool) -> State:
 
 
 def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
-    """Restore the result of `outside_checkpoint`. Call this in `on_train_start`."""
+    """Restore the state that `outside_checkpoint` has returned. Call this in `on_train_start`."""
     restore_beside(trainer.lightning_module, state["module"])
     vars(trainer._logger_connector).update(state["logged"])
     _restore_logged_in_epoch(trainer, state["epoch"])
@@ -191,8 +191,8 @@ def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
 
 
 def add_lost(module: pl.LightningModule, state: Mapping[str, Any], lost: Mapping[str, Any]) -> None:
-    """Add to the result of `outside_checkpoint` the result of a lost process that no spare replaces: the states of metric
-    objects, and the logged values that the processes reduce at the end of the epoch."""
+    """Merge `lost`, the state of a lost process that no spare replaces, into `state`: the states of metric objects, and
+    the logged values that the processes reduce at the end of the epoch."""
     add_metric_states(module, state["module"]["metrics"], lost["module"]["metrics"])
     for key, found in state["epoch"].items():
         sums, more = found["sums"], lost["epoch"].get(key, {}).get("sums", {})
@@ -235,12 +235,12 @@ def random_numbers() -> State:
 
 
 def restore_random_numbers(state: Mapping[str, Any]) -> None:
-    """Restore the result of `random_numbers`."""
+    """Restore the states that `random_numbers` has returned."""
     _set_rng_states(dict(state))
 
 
 class BeforeFit:
-    """The state of a process before its first fit, with which a fit that begins again must begin."""
+    """The state of a process before its first fit. A fit that begins again needs this state."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer

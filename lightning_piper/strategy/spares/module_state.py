@@ -1,4 +1,4 @@
-"""The state of a module that its state dict does not have, but on which the next steps depend."""
+"""The state of a module that the next steps need, but that is not in its state dict."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def dtypes_of(module: nn.Module) -> dict[str, torch.dtype]:
 
 
 def restore_dtypes(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Restore the result of `dtypes_of`, without the values. The Trainer converts the module only after callbacks have
-    copied it, so a fit that begins again must find the dtypes from before."""
+    """Convert parameters and buffers to these dtypes. The Trainer converts the module only after callbacks have copied
+    it, so a fit that begins again must find the dtypes from before."""
     for name, x in chain(module.named_parameters(), module.named_buffers()):
         if dtypes.get(name, x.dtype) != x.dtype:
             x.data = x.data.to(dtypes[name])
 
 
 def state_beside(module: nn.Module, gradients: bool) -> State:
-    """Return the modes of all modules, which parameters are trained, and the states of metric objects.
+    """Return the modes of all modules, `requires_grad` of all parameters, and the states of metric objects.
 
     Args:
         module: The module.
@@ -44,13 +44,13 @@ def state_beside(module: nn.Module, gradients: bool) -> State:
 
 
 def restore_modes(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Restore the modes of the result of `state_beside`."""
+    """Restore only the modes of all modules from a result of `state_beside`."""
     for each, training in zip(module.modules(), state["modes"], strict=True):
         each.training = training
 
 
 def restore_beside(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Restore the result of `state_beside`."""
+    """Restore all that `state_beside` has returned."""
     restore_modes(module, state)
     for name, p in module.named_parameters(remove_duplicate=False):
         p.requires_grad_(state["trained"][name])
