@@ -160,7 +160,7 @@ def write_manifest(folder: Folder, content: Mapping[str, Any], files: Mapping[st
         files: Name -> fingerprint.
 
     Raises:
-        PiperError: A file is missing, or has another size.
+        PiperError: A file is missing, or has the wrong size.
     """
     found = folder.sizes()
     for name, (size, _) in files.items():
@@ -321,7 +321,7 @@ def verify_sizes(folder: Folder, files: Mapping[str, Fingerprint], names: Iterab
     """Check that these files have the sizes that were written, without reading them.
 
     Raises:
-        PiperError: A file is missing or has another size.
+        PiperError: A file is missing or has the wrong size.
     """
     for name in names:
         found, (size, _) = folder.size(name), files[name]

@@ -206,9 +206,9 @@ def _writes(name: str) -> bool:
 
 
 def _check_written(args: Any) -> None:
-    """Raise an error if real values would be written with values that are not on this process.
+    """Raise an error if a function would write values that are not on this process into a tensor with values.
 
-    `args` are the arguments of a function that writes into the first one: a tensor or a list of tensors.
+    `args` are the arguments of the function. It writes into the first one: a tensor or a list of tensors.
     """
     target, others = args[0], args[1:]
     if isinstance(target, torch.Tensor):

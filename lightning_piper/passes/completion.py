@@ -102,7 +102,7 @@ def _check_summed(dag: TrainingDAG) -> None:
 
 
 def _misplaced(dag: TrainingDAG, chunk: Chunk) -> DirectiveError:
-    """Return the error for a chunk with another number of devices than the mesh of the program."""
+    """Return the error for a chunk whose number of devices is not the size of the program's mesh."""
     wanted = len(dag.mesh.group_ranks)
     if wanted == 1:
         has = "does not divide the batch over them"

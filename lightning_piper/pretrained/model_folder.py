@@ -81,7 +81,7 @@ class ModelFolder:
                 files of weights.
 
         Raises:
-            PiperError: A file of another process is missing here or has another size.
+            PiperError: A file of another process is missing here or has the wrong size.
         """
         folder = self.unfinished()
         for name, size in sizes.items():

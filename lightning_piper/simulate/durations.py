@@ -302,7 +302,7 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
         positive: Whether the value must not be 0.
 
     Raises:
-        SimulationError: The value has another type or lies outside of these limits.
+        SimulationError: The value has the wrong type or lies outside of these limits.
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
         raise SimulationError(

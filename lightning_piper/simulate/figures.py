@@ -185,7 +185,7 @@ def simulate(
         issue: The time that hosts need to issue instructions (default: no time).
 
     Raises:
-        SimulationError: The durations are invalid, or an argument has another type.
+        SimulationError: The durations are invalid, or an argument has the wrong type.
         VerificationError: The plans deadlock, or an instruction waits for an exchange or an event that no
             earlier instruction started.
     """

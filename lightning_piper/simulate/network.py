@@ -156,7 +156,7 @@ class Network:
             channel and each group has a communicator of its own).
 
     Raises:
-        SimulationError: A value has another type.
+        SimulationError: A value has the wrong type.
     """
 
     link: Link = Link()

@@ -303,7 +303,7 @@ def check_optimizer_stays(optimizer: Optimizer, now: Sequence[Optimizer]) -> Non
         now: The Trainer's optimizers.
 
     Raises:
-        PiperError: A hook has replaced the optimizer, or the Trainer has another number of optimizers.
+        PiperError: A hook has replaced the optimizer, or the Trainer has more or fewer optimizers.
     """
     if len(now) != 1 or now[0] is not optimizer:
         raise PiperError(
@@ -473,7 +473,7 @@ def check_choices(**arguments: object) -> None:
     """Check that each of these arguments of the strategy has one of the values in `CHOICES`.
 
     Raises:
-        PiperError: An argument has another value. The error names the accepted values.
+        PiperError: The value of an argument is not accepted. The error names the accepted values.
     """
     for name, value in arguments.items():
         accepted = CHOICES[name]
@@ -557,7 +557,7 @@ def check_start_method(start_method: object) -> None:
     """Check that the strategy's argument `start_method` is "popen".
 
     Raises:
-        PiperError: The argument has another value, such as "spawn" or "fork".
+        PiperError: The argument has a value that is not accepted, such as "spawn" or "fork".
     """
     if not isinstance(start_method, str) or start_method != "popen":
         raise PiperError(

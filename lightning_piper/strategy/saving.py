@@ -440,7 +440,7 @@ def _check_number(saved: int, here: int) -> None:
     """Check that a checkpoint has a state for each optimizer of the fit.
 
     Raises:
-        PiperError: It has another number of states.
+        PiperError: It has more or fewer states.
     """
     if saved != here:
         raise PiperError(

@@ -42,7 +42,7 @@ from lightning_piper.errors import CaptureError, LongStepError
 REFUSED = b""
 MANY = 64  # the most graphs that a process keeps in memory
 _known: dict[str, bytes] = {}  # name of a graph's file -> content of the file
-# Modules whose blocks a run could not note once. Their next runs do not try again.
+# Modules whose blocks differ. Their next runs note the operations of each block.
 _differing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 

@@ -23,7 +23,7 @@ def functional_variant(
 ) -> tuple[Any, torch.Tensor] | None:
     """Return the functional variant of an operation that has changed its first argument (`aten.add.Tensor` for
     `aten.add_.Tensor`), and the variant's result. Return None if there is no such variant, if the operation has changed
-    the layout of its argument (`unsqueeze_`), or if the argument is not a view and the result has another layout."""
+    the layout of its argument (`unsqueeze_`), or if the argument is not a view and the layout of the result differs."""
     name = function.overloadpacket.__name__
     writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]
     packet = (

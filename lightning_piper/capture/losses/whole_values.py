@@ -55,8 +55,8 @@ def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) 
 def is_unweighted(value: Node, found: LossTerms) -> bool:
     """Return whether `value` is computed from one of `LossTerms.unweighted`, so that weights do not combine it.
 
-    A part of the batch has another number of samples than the whole batch. If the samples of a part change a
-    buffer, the next part reads another value of the buffer.
+    A part of the batch has fewer samples than the whole batch. If the samples of a part change a
+    buffer, the next part reads a different value of the buffer.
     """
     found.of(value)
     seen, stack = {value}, [value]

@@ -90,7 +90,7 @@ class EpochSampler(Sampler[int]):
         """Begin the next iteration at a position of another run.
 
         Raises:
-            PiperError: The data set has another number of samples.
+            PiperError: The number of samples in the data set has changed.
         """
         length = len(self.own.dataset) if self.replicas > 1 else len(self.own)
         if length != position.order.length:
