@@ -456,6 +456,8 @@ class _Rewrite:
             self.dag.rewire(user, inputs=tuple(new), state=(None,) * len(user.state))
         else:
             self.dag.rewire(user, inputs=tuple(new))
+        if isinstance(user, Accumulate):
+            self.dag.change(user, outputs=(self.dag.value(new[0]),))
 
     def _join(self, ref: Ref, user: Chunk | Cut) -> Ref:
         """Return the value that joins the copies of `ref`, on the devices of its reader `user`. Raise an

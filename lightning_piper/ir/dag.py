@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import networkx as nx
 
@@ -16,7 +16,16 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.policies import ShardingPolicy
-from lightning_piper.ir.regions import SPLIT_BACKWARD, Code, Interface, PassKey, Region, Step, StepCode
+from lightning_piper.ir.regions import (
+    SPLIT_BACKWARD,
+    Code,
+    Interface,
+    LateSpecs,
+    PassKey,
+    Region,
+    Step,
+    StepCode,
+)
 from lightning_piper.ir.values import Slice, TensorSpec, Value
 
 N = TypeVar("N", bound=Node)
@@ -145,8 +154,12 @@ class TrainingDAG:
 
     def code_at(self, key: PassKey, samples: int) -> Code:
         """Return the code of a pass for `samples` samples, as the DAG's devices run it."""
-        step = self.step.member if self.member_axes else self.step
-        return step.at(samples, self.degrees_of(key[0])).code_of(key)
+        return self._own_step.at(samples, self.degrees_of(key[0])).code_of(key)
+
+    @property
+    def _own_step(self) -> Step:
+        """The step as the DAG's devices run it."""
+        return self.step.member if self.member_axes else self.step
 
     def degrees_of(self, region: int) -> tuple[int, ...]:
         """Return, for each call of `dispatch` in the step, into how many parts the experts after this call
@@ -158,10 +171,21 @@ class TrainingDAG:
 
         A region that computes from gathered samples gets code for the whole batch.
         """
-        return self.code_at(key, self.size if self.regions[key[0]].joined else len(part))
+        return self.code_at(key, self._samples_of(key, part))
+
+    def _samples_of(self, key: PassKey, part: Slice) -> int:
+        return self.size if self.regions[key[0]].joined else len(part)
 
     def code_of(self, chunk: Chunk) -> Code:
         return self.code_for(chunk.key, chunk.slice)
+
+    def late_specs(self, key: PassKey, part: Slice) -> list[Any]:
+        """Return the specs of each output of a pass for a slice of the local batch, as `LateSpecs`.
+
+        If a later directive divides the slice, the program never runs code for it.
+        """
+        about = self._own_step, self._samples_of(key, part), self.degrees_of(key[0]), key
+        return [LateSpecs(*about, i) for i in range(len(self.code.interface_of(key).outputs))]
 
     def mesh_of(self, name: str) -> Mesh:
         """Return the mesh of a parameter.

@@ -464,3 +464,44 @@ class Step(Protocol):
                 divided.
         """
         ...
+
+    def batch_specs_at(self, size: int) -> tuple[TensorSpec, ...]:
+        """Return the specs of the arguments of the code for a batch of `size` samples. Unlike `at`, this never
+        traces the step for this size."""
+        ...
+
+
+class LateSpecs(Sequence[TensorSpec]):
+    """The specs of an output of a pass, in place of a tuple of them. A read may trace the step.
+
+    Two `LateSpecs` of one output are equal without a read.
+
+    Args:
+        step, samples, degrees: The step, and the arguments of `Step.at`.
+        key, index: The pass, and the index of the output.
+    """
+
+    def __init__(self, step: Step, samples: int, degrees: tuple[int, ...], key: PassKey, index: int) -> None:
+        self._about = step, samples, degrees, key, index
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        step, samples, degrees, key, index = self._about
+        return step.at(samples, degrees).code_of(key).outputs[index]
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.specs[index]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LateSpecs):
+            return self.specs == other
+        return self._about == other._about or self.specs == other.specs
+
+    def __hash__(self) -> int:
+        return hash(self.specs)
+
+    def __repr__(self) -> str:
+        return repr(self.specs)

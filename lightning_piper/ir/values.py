@@ -224,7 +224,8 @@ class Value:
     Attributes:
         kind: The role of the bundle.
         names: As in `regions.Output`.
-        tensors: Specs of the tensors that each member holds.
+        tensors: Specs of the tensors that each member holds. During the directives they may be
+            `regions.LateSpecs`.
         placement: The placement along `DATA`.
         bucket: The layout of the named parameters (or their gradients) in one flat tensor; None if each is a
             tensor of its own.

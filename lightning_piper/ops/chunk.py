@@ -63,7 +63,7 @@ def make_chunk(
 
 def outputs_of(dag: TrainingDAG, key: PassKey, part: Slice) -> tuple[Value, ...]:
     """Return the outputs of a pass for a slice of the batch."""
-    interface, specs = dag.code.interface_of(key), dag.code_for(key, part).outputs
+    interface, specs = dag.code.interface_of(key), dag.late_specs(key, part)
     return tuple(
         Value(out.kind, out.names, tensors, held(dag, out), others=others_of(dag, key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
@@ -185,8 +185,8 @@ def _outputs(facts: Facts, node: Chunk) -> Iterable[str]:
     sound = facts.outputs.setdefault((node.key, len(node.slice)), [])
     if node.outputs in sound:
         return
-    interface, code = dag.interface(node), dag.code_of(node)
-    for i, (value, specs, made) in enumerate(zip(node.outputs, code.outputs, interface.outputs, strict=True)):
+    interface, wanted = dag.interface(node), dag.late_specs(node.key, node.slice)
+    for i, (value, specs, made) in enumerate(zip(node.outputs, wanted, interface.outputs, strict=True)):
         if value.tensors != specs:
             found = True
             says, makes = specs_of(value.tensors), specs_of(specs)

@@ -3,6 +3,8 @@ nodes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_piper.common.units import counted
 from lightning_piper.directives.rewrites.transfers import place_around
 from lightning_piper.directives.rewrites.unplaced_regions import without_device
@@ -10,6 +12,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import selecting
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.ir.regions import LateSpecs
 from lightning_piper.ir.values import Partial, Sharded
 from lightning_piper.ops.early_update import STREAM, EarlyUpdate
 from lightning_piper.ops.order import Barrier
@@ -18,13 +21,14 @@ from lightning_piper.passes.batch_weights import weigh
 
 
 def complete(dag: TrainingDAG) -> None:
-    """Complete a DAG after its last directive: check its devices, and add nodes for weights (`weigh`) and for
-    early updates. If the program places nothing, all nodes run on device 0.
+    """Complete a DAG after its last directive: make the code of its chunks, check its devices, and add nodes for
+    weights (`weigh`) and for early updates. If the program places nothing, all nodes run on device 0.
 
     Raises:
         DirectiveError: The program places or replicates only some regions, or leaves a node without a device.
             Or gradients reach an update without a sum over the replicas, or the device numbers have gaps.
     """
+    _make_code(dag)
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):
         for node in (*unplaced, *dag.of_type(Barrier)):
@@ -51,6 +55,15 @@ def complete(dag: TrainingDAG) -> None:
         )
     weigh(dag)
     _update_early(dag)
+
+
+def _make_code(dag: TrainingDAG) -> None:
+    """Make the code of all chunks: replace `LateSpecs` by the specs for which they stand."""
+    for node in dag.nodes.values():
+        for value in node.outputs:
+            tensors: Any = value.tensors
+            if isinstance(tensors, LateSpecs):
+                object.__setattr__(value, "tensors", tensors.specs)
 
 
 def _update_early(dag: TrainingDAG) -> None:

@@ -114,7 +114,7 @@ class Executor:
     ) -> None:
         device = with_index(device)
         self.plan = plan
-        self._specs = step.at(plan.local_batch_size).batch_specs
+        self._specs = step.batch_specs_at(plan.local_batch_size)
         self._device = device
         self._slots: Slots = [None] * plan.slots
         self._endpoint = transport.endpoint(plan, device)

@@ -212,6 +212,9 @@ class Programs:
         if known is not None and known.compiled is compiled:
             self._runtime.connect(compiled)
             return known
+        if compiled.dag.forward_only or compiled.dag.code.metrics.events:
+            # The code of this process's batch, whose return value and calls of metric objects each step repeats.
+            compiled.step.at(batch_spec.size)
         prepared = self._runtime.prepare(compiled)
         if len(self._prepared) >= MANY_PROGRAMS:
             del self._prepared[next(iter(self._prepared))]

@@ -132,9 +132,10 @@ class Replay:
         self._calls: list[
             tuple[str, Callable[[StepResult], Any], dict[str, Any], dict[str, tuple[NumberProxy, int]]]
         ] = []
-        self._repeats = bool(logs or compiled.dag.code.metrics.events)
+        self._calls_metrics = bool(compiled.dag.code.metrics.events)
+        self._repeats = bool(logs) or self._calls_metrics
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        if compiled.dag.code.metrics.events:
+        if self._calls_metrics:
             self._context = compiled.step.context
         for log in logs:
             kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in NOT_REPLAYED}
@@ -168,7 +169,7 @@ class Replay:
             return
         # The events at this process's batch size, because constant arguments (`weight=len(y)`) may depend on
         # the size.
-        events = list(self._step.at(given.batch_spec.size).metrics.events)
+        events = list(self._step.at(given.batch_spec.size).metrics.events) if self._calls_metrics else []
         self._objects.claim(module, self._owners)
         with self._context():  # Numbers become tensors of the precision's default dtype.
             for i, (name, value, kwargs, numbers) in enumerate(self._calls):
@@ -201,11 +202,12 @@ class Replay:
     def _argument(self, name: str, result: StepResult, given: Given) -> torch.Tensor | None:
         """Return a tensor argument of a metric object; None on a process that does not have the argument."""
         found = result.results.get(name)
-        whole = self._step.at(given.batch_spec.size).metrics.whole
+        code = self._step.at(given.batch_spec.size)
+        whole = code.metrics.whole
         return (
             found
             if found is None or name not in whole
-            else whole[name](self._step.inputs(given.leaves)).to(found.device)
+            else whole[name](self._step.inputs(given.leaves, code)).to(found.device)
         )
 
 

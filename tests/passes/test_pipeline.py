@@ -14,7 +14,7 @@ from lightning_piper.capture import capture
 from lightning_piper.compiler import compile, compile_step
 from lightning_piper.directives import Directive, Order, Place, Replicate, Split, parse
 from lightning_piper.directives.base import Contract
-from lightning_piper.errors import DirectiveError, VerificationError
+from lightning_piper.errors import DirectiveError, ExecutionError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
@@ -31,8 +31,10 @@ from lightning_piper.passes import (
     run_passes,
     run_pipeline,
 )
+from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.schedules import gpipe
 from lightning_piper.verify import hook, verify_step
+from lightning_piper.verify.static_check import check
 from tests.dags import place, split
 from tests.forward import Steps, examples
 from tests.models import captured
@@ -267,3 +269,57 @@ def test_a_contract_that_is_none_is_refused() -> None:
         DirectiveError, match=r"^directive 0 Careless has the contract 'exact'. Give it contract = 'bitwise'"
     ):
         compile(captured("mlp").module, torch.zeros(4, 4), [Careless()])
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("split_first", [True, False])
+def test_piper_makes_code_only_for_the_sizes_that_run(split_first: bool) -> None:
+    """Neither the microbatches of all replicas nor the whole batch of a replica run, and an executor traces
+    nothing.
+    """
+    c = captured("mlp")
+    batch = tuple(torch.cat([x, x]) for x in c.leaves)
+    step, groups = capture(c.module, batch), [[0, 1], [2, 3]]
+    placed = [Place(group, filter={"PP": stage}) for stage, group in enumerate(groups)]
+    rest = [Split(num_microbatches=4), Replicate(devices=groups)]
+    compiled = compile_step(step, tuple(parse([*placed, *rest[:: 1 if split_first else -1]])))
+    assert {len(chunk.slice) for chunk in compiled.dag.of_type(Chunk)} == {1} and step.size == 8
+    assert compiled.dag.local_batch_size == 4 and step.traces == 2
+    for node in compiled.dag.nodes.values():
+        assert all(type(value.tensors) is tuple for value in node.outputs)
+    transport = LocalTransport(compiled.plans)
+    executors = [
+        Executor(plan, step, c.tensors, {}, transport, torch.device("cpu"))
+        for _, plan in sorted(compiled.plans.items())
+    ]
+    run_local(executors, batch, seed=0)
+    assert step.traces == 2
+    with pytest.raises(ExecutionError, match=r"captured with float32\[4,4\]"):
+        executors[0].begin([x[:3] for x in c.leaves], seed=0)
+
+
+def test_late_specs_are_the_specs_of_the_code() -> None:
+    step = captured("mlp").step
+    dag = build_dag(step)
+    apply_program(dag, parse([split(2)]))
+    for chunk in dag.of_type(Chunk):
+        for i, value in enumerate(chunk.outputs):
+            late, specs = value.tensors, step.at(2).code_of(chunk.key).outputs[i]
+            assert late == specs == late and hash(late) == hash(specs) and repr(late) == repr(specs)
+    first = next(dag.of_type(Chunk)).outputs[0].tensors
+    assert first != step.at(4).code[0, "F"].outputs[0]
+
+
+def test_a_rewrite_that_keeps_the_specs_of_another_size_is_refused() -> None:
+    """The check compares with the specs of the chunk's own size, whether the wrong specs are late or not."""
+    dag = build_dag(captured("mlp").step)
+    whole = next(dag.of_type(Chunk)).outputs
+    apply_program(dag, parse([split(2)]))
+    chunk = next(dag.of_type(Chunk))
+    check(dag)
+    for wrong in (whole, tuple(dataclasses.replace(x, tensors=tuple(x.tensors)) for x in whole)):
+        dag.change(chunk, outputs=wrong)
+        with pytest.raises(VerificationError, match=r"but for samples 0:2 its code makes"):
+            check(dag)

@@ -28,7 +28,7 @@ from lightning_piper.ir.division import Division
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, StepCode, Undivided
 from lightning_piper.ir.terms import Term, Weighing
-from lightning_piper.ir.values import Kind
+from lightning_piper.ir.values import Kind, TensorSpec
 
 
 class EagerStep:
@@ -120,6 +120,10 @@ class EagerStep:
         if size not in self._code:
             self._code[size] = self._code_for(size)
         return self._code[size]
+
+    def batch_specs_at(self, size: int) -> tuple[TensorSpec, ...]:
+        """Return an empty tuple, because the code gets no tensors of the batch."""
+        return ()
 
     def _code_for(self, size: int) -> StepCode:
         """Make the code that `at` returns."""

@@ -233,13 +233,22 @@ class CapturedStep:
         """Whether the captured code draws random numbers, such as dropout masks."""
         return any(interface.random for interface in self.at(self.size).interfaces.values())
 
-    def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def inputs(self, leaves: Sequence[torch.Tensor], code: StepCode | None = None) -> list[torch.Tensor]:
         """Return the arguments of the code for a batch of these tensors: the tensors, followed by the current
-        values of the Python numbers that were inputs of the trace, as tensors. If there is no code yet for
-        this number of samples, all known numbers follow."""
-        code = self._codes.get((next((x.shape[0] for x in leaves if x.ndim), 0), ()))
+        values of the Python numbers that were inputs of the trace, as tensors. If there is no code yet, all known
+        numbers follow.
+
+        Args:
+            code: The code (default: the first one, whose numbers the code of every size reads).
+        """
+        code = code or next(iter(self._codes.values()), None)
         known = None if code is None else len(code.batch_specs) - len(leaves)
         return [*leaves, *self.reads.inputs.values(self._device)[:known]]
+
+    def batch_specs_at(self, size: int) -> Specs:
+        """Return the specs of `inputs` for `size` samples. There must be code for some number of samples."""
+        first = next(iter(self._codes.values())).batch_specs
+        return self._specs(size) + first[len(self.batch_spec.specs) :]
 
     def _trace(self, arguments: TraceArguments) -> tuple[TracedGraph, Specs, TracedStep]:
         """Trace the step; see `settled_trace`."""

@@ -114,7 +114,8 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int, made: Outputs) -> None:
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))
         if id(node.outputs) not in made:
-            pairs = zip(node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True)
+            specs = dag.late_specs(node.key, node.slice)
+            pairs = zip(node.outputs, dag.interface(node).outputs, specs, strict=True)
             changed = (replace(value, tensors=x, placement=held(dag, out)) for value, out, x in pairs)
             made[id(node.outputs)] = node.outputs, tuple(changed)
         outputs = made[id(node.outputs)][1]
