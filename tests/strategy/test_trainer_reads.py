@@ -83,6 +83,8 @@ READS: dict[str, Callable[[Any], float]] = {
     "a copied number": lambda t: copy.deepcopy({"n": t.own._step})["n"],
     "the Trainer of a submodule": lambda t: t.lightning_module.part.trainer.rates["a"],
     "a step number of a submodule": lambda t: float(t.lightning_module.part.global_step),
+    "the Trainer of a helper": lambda t: t.lightning_module.helper.trainer.rates["a"],
+    "a private attribute": lambda t: t.lightning_module._trainer.rates["a"],
     "a property by its class": lambda t: float(L.LightningModule.global_step.fget(t.lightning_module)),
     "the Trainer": lambda t: float(t.fit_loop.trainer is t.lightning_module.trainer is t),
 }
@@ -112,6 +114,7 @@ class Helper:
     """An object that the module has. The Trainer has it too, except for one batch."""
 
     number = 0.0
+    trainer: Any = None
 
 
 class Reading(L.LightningModule):
@@ -127,7 +130,7 @@ class Reading(L.LightningModule):
         trainer.rates, trainer.counts, trainer.others = {"a": n // 2 * 0.5}, [n // 3, n // 2], [0, 1]
         trainer.last, trainer.other = None if n < 2 else [n], [1] if n < 3 else None
         trainer.helper = Helper() if n == 3 else self.helper
-        self.helper.number = 0.5 * n
+        self.helper.number, self.helper.trainer = 0.5 * n, trainer
         trainer.own, trainer.config = Own(0.5 * n), Config(0.25 * n)
         trainer.once = trainer.counts if n < 2 else [0, 1]
 
@@ -200,6 +203,10 @@ REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
     "a tensor's method": (
         lambda t: float(t.found["a"].sqrt()) if t.found else 0.0,
         r"reads the tensor self.trainer.found\['a'\]",
+    ),
+    "set": (
+        lambda t: setattr(t.lightning_module.helper.trainer, "seen", 1.0) or 0.0,  # type: ignore[func-returns-value]
+        "sets self.trainer.seen",
     ),
     "del": (lambda t: delattr(t.own, "_step") or 0.0, "deletes self.trainer.own._step"),  # type: ignore[func-returns-value]
 }

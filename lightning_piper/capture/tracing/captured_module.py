@@ -4,6 +4,7 @@ parameters and buffers by fake tensors."""
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from lightning_piper.capture.metrics.metric_objects import intercepting_calls
 from lightning_piper.capture.proxies.batch_changes import own_attributes
 from lightning_piper.capture.proxies.proxy_classes import STANDS_FOR
+from lightning_piper.capture.python_state.name_scan import is_users
 from lightning_piper.capture.python_state.state_protection import changes
 from lightning_piper.capture.python_state.state_recorder import is_library
 from lightning_piper.capture.python_state.trainer_proxy import ObjectReads
@@ -60,9 +62,13 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watching_trainer(cls: type, step: TracedStep) -> Iterator[None]:
-    """Within this context, the step's reads of `trainer` become inputs and guards, if the step records its reads. The
-    context replaces the property of Lightning's class, so that submodules that are LightningModules count as well."""
+    """Within this context, the step's reads of the Trainer become inputs and guards, if the step records its reads.
+
+    The context replaces the property `trainer` of Lightning's class, so that submodules that are LightningModules count
+    as well. It also watches reads by the user's code from a Trainer that another object has, such as a callback.
+    """
     attached, reads = getattr(cls, "trainer", None), step.reads
+    own: Any = getattr(step.module, "_trainer", None)
     if reads is None or not isinstance(attached, property) or attached.fget is None:
         yield
         return
@@ -72,11 +78,24 @@ def _watching_trainer(cls: type, step: TracedStep) -> Iterator[None]:
         trainer = ObjectReads(reads.inputs, lambda: get(self), "self.trainer", step.name, step.check_read)
         return trainer.proxy(get(self))
 
+    def attribute(self: Any, name: str) -> Any:
+        if self is own and is_users(sys._getframe(1).f_code):
+            return getattr(watched(step.module), name)
+        return object.__getattribute__(self, name)
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if self is own and is_users(sys._getframe(1).f_code):
+            setattr(watched(step.module), name, value)  # raises an error
+        object.__setattr__(self, name, value)
+
     members = {"trainer": property(watched, attached.fset)} | _loggers_of_trainer(cls)
     with contextlib.ExitStack() as stack:
         for name, member in members.items():
             owner = next(base for base in cls.__mro__ if name in vars(base))
             stack.enter_context(replaced_attribute(owner, name, member))
+        if own is not None:
+            stack.enter_context(replaced_attribute(type(own), "__getattribute__", attribute))
+            stack.enter_context(replaced_attribute(type(own), "__setattr__", set_attribute))
         yield
 
 

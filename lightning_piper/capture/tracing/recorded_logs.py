@@ -96,6 +96,8 @@ def _results(own: property, log: Any, module: nn.Module, step: str, trainer: Any
         CaptureError: Lightning's `log` reads it, to log a tensor without values.
     """
     caller = sys._getframe(1)
+    while caller.f_globals["__name__"].startswith("lightning_piper.") and caller.f_back is not None:
+        caller = caller.f_back  # Piper watches reads of the Trainer
     if caller.f_code is getattr(log, "__code__", None):
         how = (
             "a log method that was read before the step, such as self.log in __init__ or a class attribute"
