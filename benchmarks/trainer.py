@@ -1,7 +1,7 @@
-"""Compares the seconds of a step under PiperStrategy and under Lightning's DDPStrategy, with replicas on two
+"""Compares the seconds of a step under PiperStrategy and under Lightning's DDPStrategy, with replicas on a few
 processes.
 
-Fits of both strategies take turns in the same processes, on all cores (free) and with one core for each process
+Fits of both strategies take turns in the same processes, on all cores (free) and with each process on one core
 (pinned). Two free processes may share a core: the kernel may put a process that wakes up where the process that wakes
 it runs. The processor time of a step also counts on a busy machine.
 
@@ -15,7 +15,7 @@ it runs. The processor time of a step also counts on a busy machine.
 | ZeRO-1, ZeRO-1_eager | the same with shards of AdamW's state, captured and uncaptured | DDP with torch's
 ZeroRedundancyOptimizer |
 
-    python benchmarks/trainer.py [--rounds 7] [--steps 60] [--kind tiny]
+    python benchmarks/trainer.py [--rounds 7] [--steps 60] [--processes 2] [--kind tiny]
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # Lightning removes the variable after a fit
 
 
 class Tiny(L.LightningModule):
@@ -171,7 +173,7 @@ class Clock(L.Callback):
 
 def loader(make: Data, steps: int) -> DataLoader[Any]:
     torch.manual_seed(1)
-    return DataLoader(TensorDataset(*make(32 * steps)), batch_size=16)
+    return DataLoader(TensorDataset(*make(16 * PROCESSES * steps)), batch_size=16)
 
 
 def pin(cores: Collection[int]) -> None:
@@ -188,7 +190,7 @@ def fit(kind: str, peer: bool, steps: int) -> tuple[float, float]:
     clock = Clock()
     L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=PROCESSES,
         strategy=(ddp if peer else ours)(kind),
         max_epochs=1,
         callbacks=[clock],
@@ -221,8 +223,8 @@ def ddp(kind: str) -> Any:
 
 
 def ours(kind: str) -> Any:
-    both: dict[str, Any] = {"filter": {}, "devices": [0, 1]}
-    return piper.PiperStrategy([piper.Place(**both), piper.Replicate(**both, shard_optimizer=kind in ZERO)])
+    every: dict[str, Any] = {"filter": {}, "devices": list(range(PROCESSES))}
+    return piper.PiperStrategy([piper.Place(**every), piper.Replicate(**every, shard_optimizer=kind in ZERO)])
 
 
 def main() -> None:
@@ -231,12 +233,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--kind", choices=list(KINDS), action="append")
     given = parser.parse_args()
     kinds = given.kind or list(KINDS)
     if not is_rank():
         for kind in kinds:
-            launch(2, f"--rounds={given.rounds}", f"--steps={given.steps}", f"--kind={kind}")
+            launch(given.processes, f"--rounds={given.rounds}", f"--steps={given.steps}", f"--kind={kind}")
         return
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -113,9 +113,9 @@ def refusing_effects(step: str, namespaces: Iterable[Namespace] = ()) -> Iterato
             owner = module if effect.kind is None else getattr(module, effect.kind, None)
             if owner is None:
                 continue
-            names = dir(owner) if isinstance(owner, type) else list(vars(owner))  # a class inherits methods
+            names = set(dir(owner) if isinstance(owner, type) else vars(owner))  # a class inherits methods
             for pattern in effect.names.split():
-                for name in fnmatch.filter(names, pattern):
+                for name in fnmatch.filter(names, pattern) if "*" in pattern else names & {pattern}:
                     if callable(own := getattr(owner, name)):
                         check = partial(_check, step, effect, name)
                         stack.enter_context(checked_calls(owner, name, check))

@@ -69,6 +69,7 @@ def _watching_trainer(cls: type, step: TracedStep) -> Iterator[None]:
     """
     attached, reads = getattr(cls, "trainer", None), step.reads
     own: Any = getattr(step.module, "_trainer", None)
+    read, write = type(own).__getattribute__, type(own).__setattr__
     if reads is None or not isinstance(attached, property) or attached.fget is None:
         yield
         return
@@ -81,12 +82,12 @@ def _watching_trainer(cls: type, step: TracedStep) -> Iterator[None]:
     def attribute(self: Any, name: str) -> Any:
         if self is own and is_users(sys._getframe(1).f_code):
             return getattr(watched(step.module), name)
-        return object.__getattribute__(self, name)
+        return read(self, name)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
         if self is own and is_users(sys._getframe(1).f_code):
             setattr(watched(step.module), name, value)  # raises an error
-        object.__setattr__(self, name, value)
+        write(self, name, value)
 
     members = {"trainer": property(watched, attached.fset)} | _loggers_of_trainer(cls)
     with contextlib.ExitStack() as stack:
