@@ -69,7 +69,8 @@ def _watching_trainer(cls: type, step: TracedStep) -> Iterator[None]:
     """
     attached, reads = getattr(cls, "trainer", None), step.reads
     own: Any = getattr(step.module, "_trainer", None)
-    read, write = type(own).__getattribute__, type(own).__setattr__
+    kind: Any = type(own)
+    read, write = kind.__getattribute__, kind.__setattr__
     if reads is None or not isinstance(attached, property) or attached.fget is None:
         yield
         return
@@ -95,8 +96,8 @@ def _watching_trainer(cls: type, step: TracedStep) -> Iterator[None]:
             owner = next(base for base in cls.__mro__ if name in vars(base))
             stack.enter_context(replaced_attribute(owner, name, member))
         if own is not None:
-            stack.enter_context(replaced_attribute(type(own), "__getattribute__", attribute))
-            stack.enter_context(replaced_attribute(type(own), "__setattr__", set_attribute))
+            stack.enter_context(replaced_attribute(kind, "__getattribute__", attribute))
+            stack.enter_context(replaced_attribute(kind, "__setattr__", set_attribute))
         yield
 
 
