@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_piper.schedules.searched_schedules import SEARCHED
-from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
+from lightning_piper.search.estimate import AWAY, Way
 from lightning_piper.search.rows import BI, BW, B, F, Rows, rows_of
 
 GROUPS = 10  # number of groups of neighboring ranks; a group has one weight
@@ -86,48 +86,73 @@ def table_of(key: Key) -> Table:
     """
     rows = rows_of(*key)
     group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
-    times: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
-    bytes_: dict[tuple[int, ...], list[tuple[Array, Array, Array]]] = {}
-    back = slice(1, 2) if SEARCHED[key[0]].split else slice(1, 3)  # passes that other stages wait for
-    for rank, pairs in enumerate(rows.between):
-        for index, ((first, kind), (last, ends), passes) in enumerate(pairs):
-            found = np.zeros((3, rows.stages))
-            sums = np.zeros(rows.stages)
-            borders = np.zeros(max(rows.stages - 1, 0))
-            # Before the span: F of the stages before its first stage, or all F and the backward passes of the
-            # stages after its first stage.
-            if kind == F:
-                found[0, :first] += 1
-                borders[:first] += 1
-            else:
-                found[0] += 1
-                found[back, first + 1 :] += 1
-                borders += 1
-                borders[first:] += 1
-            for stage, which, n in passes:
-                found[_PARTS[which], stage] += n
-            if ends != BI and rows.stages:
-                sums[last] += 1
-                times.setdefault((group[rank], index, "sum"), []).append((found.copy(), sums, borders.copy()))
-            # After the span: the backward passes of the stages before its last stage.
-            if ends != BW:
-                found[back, :last] += 1
-                borders[:last] += 1
-            times.setdefault((group[rank], index, "pass"), []).append((found, np.zeros(rows.stages), borders))
-        for number, (own, state) in enumerate(_largest(rows, rank)):
-            bytes_.setdefault((RUNS, group[rank], number), []).append(_counted(rows, rank, own, state))
-        bytes_.setdefault((HOST, group[rank]), []).append(_on_host(rows, rank))
-        bytes_.setdefault((UPDATES, group[rank]), []).append(_updates(rows, rank))
-    time, memory = [_mean(times[name]) for name in times], [_mean(found) for found in bytes_.values()]
-    passes_, sums_, borders_ = (np.stack(column) for column in zip(*time, strict=True))
-    saved, kept, static = (np.stack(column) for column in zip(*memory, strict=True))
-    return Table(passes_, sums_, borders_, saved, kept, static, np.array([name[0] for name in bytes_]))
+    memory = [
+        ((what, group[rank], number), counted)
+        for rank in range(rows.ranks)
+        for what, found in (
+            (RUNS, [_counted(rows, rank, own, state) for own, state in _largest(rows, rank)]),
+            (HOST, [_on_host(rows, rank)]),
+            (UPDATES, [_updates(rows, rank)]),
+        )
+        for number, counted in enumerate(found)
+    ]
+    names = [name for name, _ in memory]
+    saved, kept, static = (
+        _means(names, np.stack(column)) for column in zip(*(counted for _, counted in memory), strict=True)
+    )
+    of_what = np.array([what for what, _, _ in dict.fromkeys(names)])
+    return Table(*_times(rows, group, SEARCHED[key[0]].split), saved, kept, static, of_what)
 
 
-def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
-    """Return the element-wise mean of the triples, for each of the three arrays."""
-    first, second, third = (np.mean(np.stack(column), axis=0) for column in zip(*found, strict=True))
-    return first, second, third
+def _times(rows: Rows, group: Sequence[int], split: bool) -> tuple[Array, Array, Array]:
+    """Return `Table.passes`, `Table.sums` and `Table.borders`.
+
+    Args:
+        rows: The rows of the schedule.
+        group: The group of each rank.
+        split: Whether backward passes are split.
+    """
+    every = [
+        ((group[rank], number, what), span)
+        for rank, pairs in enumerate(rows.between)
+        for number, span in enumerate(pairs)
+        for what in ("sum", "pass")
+        if what == "pass" or span.last[1] != BI
+    ]
+    names = [name for name, _ in every]
+    # Each array has a row for each inequality. Rows of shape (1) become rows of stages.
+    stage = np.arange(rows.stages)
+    first, last = (np.array([[own[end][0]] for _, own in every]) for end in (0, 1))
+    forward = np.array([[own.first[1] == F] for _, own in every])
+    summed = np.array([[what == "sum"] for _, _, what in names])
+    followed = ~summed & np.array([[own.last[1] != BW] for _, own in every])
+    count = [
+        (line, part, s, n)
+        for line, (_, own) in enumerate(every)
+        for s, kind, n in own.passes
+        for part in _PARTS[kind]
+    ]
+    *where, times = np.array(count).T
+    passes = np.zeros((len(every), 3, rows.stages))
+    np.add.at(passes, tuple(where), times)
+    # Before the span: F of the stages before its first stage, or all F and the backward passes of the stages
+    # after its first stage. After the span: the backward passes of the stages before its last stage.
+    passes[:, 0] += ~forward | (stage < first)
+    waiting = (~forward & (stage > first)) * 1.0 + (followed & (stage < last))
+    passes[:, slice(1, 2 if split else 3)] += waiting[:, None]
+    border = stage[:-1]
+    borders = np.where(forward, border < first, 1.0 + (border >= first)) + (followed & (border < last))
+    return _means(names, passes), _means(names, (summed & (stage == last)) * 1.0), _means(names, borders)
+
+
+def _means(names: Sequence[object], values: Array) -> Array:
+    """Return the mean of the values of each name, in the order of the names' first values."""
+    number = {name: k for k, name in enumerate(dict.fromkeys(names))}
+    own = np.array([number[name] for name in names])
+    order = np.argsort(own, kind="stable")
+    sums = np.add.reduceat(values[order], np.searchsorted(own[order], np.arange(len(number))))
+    found: Array = sums / np.bincount(own).reshape(-1, *[1] * (values.ndim - 1))
+    return found
 
 
 def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
@@ -143,7 +168,7 @@ def _counted(
     -1."""
     saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     for stage, (a, w) in zip(rows.local[rank], state, strict=True):
-        saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
+        saved[stage] = a, own == stage, min(a, 2)  # PLAIN, AGAIN, AWAY
         kept[stage] = w
         static[stage] = 1
     return saved, kept, static
@@ -168,4 +193,4 @@ def _updates(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
 
 
 # Kind of a pass -> the indices of the dimension of F, BI and BW of `Table.passes` in which it counts.
-_PARTS = {F: slice(0, 1), B: slice(1, 3), BI: slice(1, 2), BW: slice(2, 3)}
+_PARTS = {F: (0,), B: (1, 2), BI: (1,), BW: (2,)}

@@ -8,6 +8,7 @@ and the same numbers of ranks, stages and microbatches share it.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ge
@@ -19,6 +20,7 @@ from lightning_piper.schedules.searched_schedules import SEARCHED
 
 KINDS = ("F", "B", "BI", "BW")  # in the search, the number of a kind of pass is its index here
 F, B, BI, BW = range(4)
+_NUMBERS = dict(zip(KINDS, range(4), strict=True))
 
 
 def rank_of(stage: int, ranks: int, folded: bool) -> int:
@@ -124,8 +126,8 @@ def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
         DirectiveError: The schedule does not exist for these numbers.
     """
     actions = _actions(name, per_rank, ranks, microbatches)
-    rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
     local = tuple(tuple(sorted({stage for stage, _, _ in row})) for row in actions)
+    rank = {stage: r for r, own in enumerate(local) for stage in own}
     kept = tuple(_kept(row, own) for row, own in zip(actions, local, strict=True))
     key, stages = (name, per_rank, ranks, microbatches), ranks * per_rank
     return Rows(
@@ -160,7 +162,7 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
             f"microbatches. Give numbers that the builder piper.schedules.{name} accepts [PIPER-D020]"
         )
     rows = SEARCHED[name].rows(ranks, microbatches, per_rank)
-    return [[(stage, KINDS.index(kind), mb) for group in row for stage, kind, mb in group] for row in rows]
+    return [[(stage, _NUMBERS[kind], mb) for group in row for stage, kind, mb in group] for row in rows]
 
 
 def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
@@ -260,15 +262,14 @@ def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
     The spans run from the first pass, or the first backward pass, to the last pass, or the last pass that
     makes gradients of inputs.
     """
-    backward = [p for p, (_, kind, _) in enumerate(row) if kind in (B, BI)]
-    found = []
+    passes = [(stage, kind) for stage, kind, _ in row]
+    backward = [p for p, (_, kind) in enumerate(passes) if kind in (B, BI)]
+    every, found = Counter(passes), []
     for first in dict.fromkeys((0, backward[0])):
         for last in dict.fromkeys((len(row) - 1, backward[-1])):
-            count: dict[tuple[int, int], int] = {}
-            for stage, kind, _ in row[first : last + 1]:
-                count[stage, kind] = count.get((stage, kind), 0) + 1
-            passes = tuple((stage, kind, n) for (stage, kind), n in sorted(count.items()))
-            found.append(Between(row[first][:2], row[last][:2], passes))
+            count = every - Counter(passes[:first]) - Counter(passes[last + 1 :])
+            own = tuple((stage, kind, n) for (stage, kind), n in sorted(count.items()))
+            found.append(Between(passes[first], passes[last], own))
     return tuple(found)
 
 
