@@ -27,6 +27,7 @@ class Facts:
         parts: The samples that went into each value.
         buckets: Bucket -> why it does not fit the step, or None if it fits.
         outputs: Pass and number of samples -> outputs of chunks that fit this pass.
+        flat: `id` of the values whose buckets are right (`verify.sharding`).
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -35,6 +36,11 @@ class Facts:
         self.parts: dict[Ref, Contributions] = {}
         self.buckets: dict[Bucket, str | None] = {}
         self.outputs: dict[tuple[PassKey, int], list[tuple[Value, ...]]] = {}
+        self.flat: set[int] = set()
+        self._within: dict[
+            tuple[int, int], bool
+        ] = {}  # `id` of two tuples of devices -> the answer of `within`
+        self._shares: dict[int, Fraction] = {}  # number of samples -> their share of the batch
 
     @cached_property
     def gradients(self) -> Mapping[str, Sequence[Origin]]:
@@ -87,7 +93,17 @@ class Facts:
         return None if edge == whole.stop or some else f"samples {edge}:{whole.stop} are missing"
 
     def share(self, part: Slice) -> Fraction:
-        return Fraction(len(part), self.dag.size)
+        if (samples := len(part)) not in self._shares:
+            self._shares[samples] = Fraction(samples, self.dag.size)
+        return self._shares[samples]
+
+    def within(self, some: tuple[int, ...], devices: tuple[int, ...]) -> bool:
+        """Return whether `devices` has all devices in `some`. Both are tuples of the DAG, which most nodes share and
+        which may be long."""
+        key = id(some), id(devices)
+        if key not in self._within:
+            self._within[key] = set(some) <= set(devices)
+        return self._within[key]
 
     def named(self, ref: Ref) -> str:
         return (

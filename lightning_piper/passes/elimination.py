@@ -12,7 +12,7 @@ from lightning_piper.ir.nodes import Chunk, Node, Ref
 from lightning_piper.ir.values import Sharded
 from lightning_piper.ops.communication.bucket import Pack
 from lightning_piper.ops.update import Accumulate
-from lightning_piper.plan.order import global_order
+from lightning_piper.plan.order import order_without_gathers
 
 Group = tuple[int, ...]
 
@@ -35,7 +35,7 @@ def eliminate(dag: TrainingDAG) -> Contract | None:
     """
     held: dict[Group, dict[Bucket, Ref]] = {}  # as in `_reuse`
     runs: dict[Group, list[list[Chunk]]] = {}  # runs of consecutive chunks with the same key
-    for chunk in [node for node in global_order(dag) if isinstance(node, Chunk)]:
+    for chunk in [node for node in order_without_gathers(dag) if isinstance(node, Chunk)]:
         if any(ref is not None for ref in chunk.params):
             _reuse(dag, chunk, held)
         there = runs.setdefault(chunk.devices, [[]])
@@ -56,15 +56,18 @@ def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]])
     """
     there = held.get(chunk.devices, {})
     now: dict[Bucket, Ref] = {}
+    reused: dict[Ref | None, Ref] = {}  # value of a redundant gather -> the value to read instead
     for ref in dict.fromkeys(ref for ref in chunk.params if ref is not None):
         bucket = dag.value(ref).bucket
         assert bucket is not None
         now[bucket] = there.get(bucket, ref)
         if now[bucket] != ref:
-            dag.substitute(chunk, ref, now[bucket])
-            if not dag.users(dag.nodes[ref[0]]):
-                dag.remove([dag.nodes[ref[0]]])
+            reused[ref] = now[bucket]
     held[chunk.devices] = now
+    if reused:
+        dag.rewire(chunk, params=tuple(reused.get(ref, ref) for ref in chunk.params))
+        gathers = [dag.nodes[ref[0]] for ref in reused if ref is not None]
+        dag.remove([gather for gather in gathers if not dag.users(gather)])
 
 
 def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:

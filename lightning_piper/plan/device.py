@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_piper.errors import VerificationError
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ops.base import about, bucket_of, operation_of
@@ -64,7 +65,7 @@ class DevicePlan:
         # send node -> (node, channel, stream that made the value)
         self._sent: dict[int, tuple[Node, Channel, str]] = {}
         self._stream: dict[int, str] = {}  # slot -> the stream that made its value
-        self.shards = {bucket_of(p): p.kept for p in dag.of_type(Parameters) if device in p.devices}
+        self.shards: dict[Bucket, bool] = {}
         self._pending: dict[int, int] = {}  # collective without a wait so far -> its slot
         self._in_flight: deque[Node] = deque()  # the latest sums of whole buckets, at most `IN_FLIGHT`
         self._read: set[Ref] = set()  # values that a node of this device reads
@@ -74,8 +75,11 @@ class DevicePlan:
         self._arriving: list[Ref] = []  # terms from other devices since the previous chunk
 
     def register(self, node: Node) -> None:
-        """Register a node of this device before lowering: its reads, and its sum if it makes one."""
+        """Register a node of this device before lowering: its reads, its sum if it makes one, and its bucket of
+        parameters."""
         self._read.update(node.reads)
+        if isinstance(node, Parameters):
+            self.shards[bucket_of(node)] = node.kept
         accumulation = Accumulation(self, node) if operation_of(node).adds_up else None
         if accumulation is not None:
             self._accumulations[node.id] = accumulation

@@ -125,10 +125,18 @@ class _Ready:
 
 
 def global_order(dag: TrainingDAG) -> list[Node]:
-    """Return a topological order of the DAG by `priority` (Kahn 1962, with a heap), in n log n time.
+    """Return a topological order of the DAG by `priority`. `with_gathers` inserts the nodes that are issued ahead
+    of their readers.
 
-    Chunks of overlap groups take turns (see `overlap`). `with_gathers` inserts the nodes that are issued
-    ahead of their readers.
+    Raises:
+        VerificationError: The edges have a cycle, which the message shows.
+    """
+    return with_gathers(dag, order_without_gathers(dag))
+
+
+def order_without_gathers(dag: TrainingDAG) -> list[Node]:
+    """Return the nodes of `global_order` that `with_gathers` does not insert, in the same order (Kahn 1962, with a
+    heap), in n log n time. Chunks of overlap groups take turns (see `overlap`).
 
     Raises:
         VerificationError: The edges have a cycle, which the message shows.
@@ -175,4 +183,4 @@ def global_order(dag: TrainingDAG) -> list[Node]:
             f"the training DAG has a cycle: {shown}. If you wrote a directive, check the edges that it adds. "
             "Otherwise, report this [PIPER-D008]"
         )
-    return with_gathers(dag, order)
+    return order

@@ -34,16 +34,20 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
             if isinstance(value.placement, Sharded):
                 yield f"{facts.at(node)} makes {value.label} in shards, but does not put it into a bucket"
             continue
+        if id(value) in facts.flat:  # microbatches share values
+            continue
         sharded = isinstance(value.placement, Sharded)
         partly_summed = sharded and value.kind == Kind.GRAD and value.others == bucket.others_before_groups
-        if value.others != bucket.others and not partly_summed:
+        placed = value.others == bucket.others or partly_summed
+        if not placed:
             yield (
                 f"{facts.at(node)} declares {value.label} as {'parts' if value.others else 'whole'} along other axes, but "
                 f"its bucket is {'in parts' if bucket.others else 'whole'}"
             )
         made = bucket.part if sharded else bucket.whole
         fits = value.tensors == (made,) and value.placement in (Sharded(0), Partial(), Replicated())
-        if not fits or not _are_of(value, bucket):
+        described = fits and _are_of(value, bucket)
+        if not described:
             yield (
                 f"{facts.at(node)} describes {value.label} differently from the tensor of the bucket of "
                 f"{names_of(bucket.names)}"
@@ -52,6 +56,8 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
             facts.buckets[bucket] = _misfit(facts.dag, bucket)
         if problem := facts.buckets[bucket]:
             yield f"{facts.at(node)} makes {value.label} in a bucket {problem}"
+        elif described and placed:
+            facts.flat.add(id(value))
 
 
 def _are_of(value: Value, bucket: Bucket) -> bool:

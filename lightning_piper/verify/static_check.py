@@ -108,11 +108,9 @@ def _devices(facts: Facts, node: Node) -> Iterable[str]:
         source = facts.dag.nodes[ref[0]]
         if not source.devices or source.devices is node.devices:
             continue
-        if node.reads_from == "members":
-            good = set(source.devices) <= set(node.devices)
-        else:
-            good = set(node.devices) <= set(source.devices)
-        if not good:
+        of_members = node.reads_from == "members"
+        some, devices = (source, node) if of_members else (node, source)
+        if not facts.within(some.devices, devices.devices):
             yield (
                 f"{facts.at(node)} reads {facts.dag.value(ref).label} of {facts.at(source)}, but no send and "
                 f"receive bring it to device {','.join(map(str, node.devices))}"

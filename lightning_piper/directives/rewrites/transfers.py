@@ -84,6 +84,8 @@ def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
             continue
         for ref in dict.fromkeys(node.reads):
             source = dag.nodes[ref[0]]
+            if source.devices is node.devices:  # most nodes share a tuple, which may be long
+                continue
             if source.devices and source.devices != node.devices:
                 key = (ref, node.devices)
                 if key not in arrived:
