@@ -115,7 +115,8 @@ class _Runner:
         """Compare the outcome of a DAG with one device on the same microbatches. If the DAG's passes have
         different microbatches, the device runs the whole batch, or splits its regions as the program does."""
         work = self._work(dag)
-        found = self._compared(self.single(*work), outcome, self.rounding(*work))
+        check_comparable(single := self.single(*work), parts=True)
+        found = self._compared(single, outcome, self.rounding(*work))
         if (
             found.verdict == "differs"
             and not self.random
@@ -299,15 +300,21 @@ def _roundings(rounded: Mapping[str, torch.dtype]) -> Iterator[str]:
         yield f"{counted(count, 'parameter')} rounded to {str(dtype).removeprefix('torch.')} (gather_dtype)"
 
 
-def check_comparable(single: Outcome) -> None:
+def check_comparable(single: Outcome, parts: bool = False) -> None:
     """Raise an error if a result of one device is NaN, because NaN is not equal to NaN.
 
     Args:
-        single: The outcome of one device on the whole batch.
+        single: The outcome of one device.
+        parts: Whether the device accumulates over the program's parts of the batch. Otherwise, it computes the whole
+            batch.
 
     Raises:
         VerificationError: The loss, a logged value, a gradient or a buffer has a NaN.
     """
+    how, remedy = "", "Give a batch and parameters for which a plain Trainer does not compute NaN"
+    if parts:
+        how = " that accumulates over the same parts of the batch"
+        remedy = "Give a batch of which each part has a number as its loss, or divide it into fewer parts"
     for what, results in (
         ("the logged value {!r}", single.metrics),
         ("the gradient of {!r}", single.grads),
@@ -317,9 +324,8 @@ def check_comparable(single: Outcome) -> None:
             if bool(x.isnan().any()):
                 found = "the loss" if name == LOSS else what.format(name)
                 raise VerificationError(
-                    f"verify: on one device, {found} of this batch {'is' if x.ndim == 0 else 'has a'} NaN, so no "
-                    "program can be compared with it. "
-                    "Give a batch and parameters for which a plain Trainer does not compute NaN [PIPER-V005]"
+                    f"verify: on one device{how}, {found} of this batch {'is' if x.ndim == 0 else 'has a'} NaN, so no "
+                    f"program can be compared with it. {remedy} [PIPER-V005]"
                 )
 
 
@@ -403,8 +409,8 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     a, b = a.double(), b.double()
-    scale = float(a.abs().max())
-    difference = float((a - b).abs().max())
+    scale = float(a.abs().nan_to_num(posinf=0.0).max())
+    difference = float(torch.where(a == b, 0.0, a - b).abs().max())  # two infinities are equal
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 
 

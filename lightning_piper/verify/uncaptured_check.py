@@ -102,6 +102,7 @@ class _ComparedPasses:
         }
         self._parts = [runs.of(part, replicas) for part in range(replicas)]
         self._single = self.last = _outcome(_mean(self._parts))
+        check_comparable(self._single, parts=True)
         self._turn: Iterator[Grads] = iter(())  # the gradients of the replicas that have not run yet
         self.rows: list[ReportRow] = []
 

@@ -388,6 +388,14 @@ def test_nan_and_nothing_for_something_differ() -> None:
     assert compare(zeros, outcome(a=torch.zeros(3)), {}).verdict == "bitwise equal"
 
 
+def test_equal_infinities_hide_no_difference() -> None:
+    infinite = torch.tensor([float("inf"), 1.0, 2.0], dtype=A.dtype)
+    near, far = (infinite * torch.tensor([1.0, 1.0, 1 + x], dtype=A.dtype) for x in (2 * EPS, 0.1))
+    assert compare(outcome(a=infinite), outcome(a=near), {}).verdict == "equal within rounding"
+    assert compare(outcome(a=infinite), outcome(a=far), {}).verdict == "differs"
+    assert compare(outcome(a=infinite), outcome(a=-infinite), {}).verdict == "differs"
+
+
 def test_a_result_that_only_one_has_differs() -> None:
     less = outcome()
     del less.grads["b"]  # type: ignore[attr-defined]
@@ -475,3 +483,25 @@ def test_a_result_of_one_device_that_is_nan(gradient: bool, found: str) -> None:
         verify(_Logarithm(gradient), -torch.ones(4, 2), [split(2)])
     assert "Give a batch and parameters" in str(caught.value)
     assert verify(_Logarithm(), torch.ones(4, 2), [split(2)]).ok
+
+
+class _Deviation(L.LightningModule):
+    """The loss of a part is NaN if its samples are equal, and the loss of the whole batch is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        deviation = (batch - batch.mean()).square().mean()
+        return self.fc(batch).mean() + 0 * deviation.log()
+
+
+def test_a_result_of_one_device_that_is_nan_only_for_a_part_of_the_batch() -> None:
+    batch = torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+    with pytest.raises(
+        VerificationError, match="over the same parts of the batch, the loss of this batch is NaN"
+    ):
+        verify(_Deviation(), batch, [split(2)])
+    assert verify(_Deviation(), batch, []).ok
+    assert verify(_Deviation(), batch[torch.tensor([0, 2, 1, 3])], [split(2)]).ok
