@@ -312,6 +312,44 @@ def test_a_step_that_has_an_open_file_and_writes_nothing_is_captured(ask: Any, t
         assert found.reads.hold() is not asks
 
 
+READS: dict[str, Callable[[Any], Any]] = {
+    "characters": lambda module: module.file.read(2),
+    "a line": lambda module: module.file.readline(),
+    "in a loop": lambda module: next(module.file),
+    "through a method": lambda module: module.table(2),
+}
+
+
+@pytest.mark.parametrize("mode", ["r", "rb", "r+", "a+"])
+@pytest.mark.parametrize("name", READS)
+def test_a_step_that_reads_on_in_an_open_file_is_refused_and_the_file_is_as_before(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    path, text = tmp_path / "factors", "12\n34\n56\n78\n"
+    path.write_text(text)
+    with open(path, mode) as file:
+        file.seek(3)
+        module = Reporter(file, READS[name])
+        module.table = file.read
+        with (
+            pytest.raises(CaptureError, match=r"training_step changes self\.(file|table)"),
+            rollback_on_failure(module),
+        ):
+            capture(module, torch.ones(4, 4)).at(4)
+        assert file.tell() == 3
+    assert path.read_text() == text
+
+
+def test_a_step_that_has_an_open_file_and_reads_nothing_is_captured(tmp_path: Path) -> None:
+    (tmp_path / "factors").write_text("12\n34\n")
+    with open(tmp_path / "factors") as file:
+        module = Reporter(file, lambda module: bool(module.file))
+        found = capture(module, torch.ones(4, 4))
+        assert found.at(4).regions
+        file.readline()  # a hook may read between steps
+        assert found.reads.hold()
+
+
 class Slots:
     __slots__ = ("file",)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import logging
 import mmap
 import os
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -118,6 +120,12 @@ CASES = {
     "arguments of the program": Unwatched(
         OF_MODULES, lambda self: float(len(sys.argv)), {}, lambda module: sys.argv.append("")
     ),
+    "the context of decimals": Unwatched(
+        OF_MODULES,
+        lambda self: float(Decimal(1) / Decimal(3)),
+        {},
+        lambda module: setattr(decimal.getcontext(), "prec", 2),
+    ),
     "an attribute": Unwatched(
         RUN_TIME,
         lambda self: vars(self)["be" + self.end],
@@ -135,6 +143,12 @@ CASES = {
         lambda self: getattr(Settings, "be" + self.end),
         {"end": "ta"},
         lambda module: setattr(Settings, "beta", 3.0),
+    ),
+    "the order of a set": Unwatched(
+        "the order of the items of a set",
+        lambda self: float(next(iter(self.items))),
+        {"items": {8, 0}},
+        lambda module: (module.items.clear(), module.items.update((0, 8))),
     ),
     "an object in an array": Unwatched(
         "objects inside of numpy arrays",
@@ -172,6 +186,7 @@ def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["test"])
     monkeypatch.setattr(Settings, "beta", 2.0)
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    monkeypatch.setattr(decimal.getcontext(), "prec", 28)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -47,7 +47,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 _VIEW: Any = type({}.values())
 _TEXT_OR_BYTES = (io.StringIO, io.BytesIO)
-_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 CSV_WRITER: Any = type(csv.writer(io.StringIO()))
 # Class, or classes, of the standard library -> function that reads the content of an object that does not have
 # attributes for it. The flags of a decimal context do not count, because every computation may set them.
@@ -129,8 +129,8 @@ def content_of(value: Any) -> Any:
     for kinds, read in _READERS.items():
         if isinstance(value, kinds):
             return ("content", read(value))
-    if is_written_file(value):
-        return ("position", value.name, value.tell())
+    if is_disk_file(value):
+        return ("position", getattr(value, "name", None), position_of(value))
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):
@@ -140,10 +140,24 @@ def content_of(value: Any) -> Any:
     return (view.format, view.shape, zlib.crc32(view if view.c_contiguous else view.tobytes()))
 
 
-def is_written_file(value: Any) -> bool:
-    """Return whether the value is an open file whose end tells what was written into it. The standard streams are
-    not: a step may print."""
-    return isinstance(value, _FILES) and _is_open_to_write(value) and _can_be_shortened(value)
+def is_disk_file(value: Any) -> bool:
+    """Return whether the value is an open file whose position tells what was read from it or written into it. The
+    standard streams are not: a step may print."""
+    return (
+        isinstance(value, _FILES)
+        and value not in _streams()
+        and not value.closed
+        and _can_be_shortened(value)
+    )
+
+
+def position_of(file: Any) -> int | None:
+    """Return the position in a file; None for a text file of which a loop has read some lines."""
+    try:
+        found: int = file.tell()
+    except OSError:
+        return None
+    return found
 
 
 def reaches_outside(value: Any) -> bool:
@@ -193,7 +207,7 @@ def _can_be_shortened(file: Any) -> bool:
     go into a compressed file, where this is not possible."""
     if not file.seekable():
         return False
-    while isinstance(file, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+    while isinstance(file, io.TextIOWrapper | io.BufferedReader | io.BufferedWriter | io.BufferedRandom):
         file = file.buffer if isinstance(file, io.TextIOWrapper) else file.raw
     return isinstance(file, io.FileIO | io.BytesIO)
 
@@ -203,7 +217,7 @@ def _streams() -> tuple[Any, ...]:
 
 
 def files_behind(value: Any) -> list[Any]:
-    """Return the files into which an object of Python's library may write: the file of a `csv.DictWriter`, of
+    """Return the files that an object of Python's library may read or write: the file of a `csv.DictWriter`, of
     a `codecs.StreamWriter`, of a temporary file, or of the method `write` of a file. Also return objects of
     `reaches_outside`. The objects may be in a list, tuple or dict.
 
@@ -220,7 +234,7 @@ def files_behind(value: Any) -> list[Any]:
             if id(x) in seen:
                 continue
             seen.add(id(x))
-            if is_written_file(x) or reaches_outside(x) or (isinstance(x, _TEXT_OR_BYTES) and not x.closed):
+            if is_disk_file(x) or reaches_outside(x) or (isinstance(x, _TEXT_OR_BYTES) and not x.closed):
                 found.append(x)
             elif type(x) in _ENTERED or _may_hold_file(x):
                 waiting.append(x)
@@ -265,8 +279,9 @@ def restoring(value: Any) -> Callable[[], None] | None:
         return set_again
     if isinstance(value, _TEXT_OR_BYTES) and not value.closed:
         return functools.partial(_rewrite, value, value.getvalue(), value.tell())
-    if is_written_file(value):
-        return functools.partial(_shorten, value, value.tell())
+    if is_disk_file(value):
+        position = position_of(value)
+        return None if position is None else functools.partial(_move_back, value, position, _end(value))
     if isinstance(value, (bytes, mmap.mmap, *_PLAIN)):
         return None
     try:
@@ -298,11 +313,24 @@ def _rewrite(file: Any, content: str | bytes, position: int) -> None:
         file.seek(position)
 
 
-def _shorten(file: Any, end: int) -> None:
-    """Remove what was written into a file after the position `end`. Do nothing if the file is closed."""
-    if not file.closed and file.tell() != end:
-        file.seek(end)
-        file.truncate()
+def _end(file: Any) -> int | None:
+    """Return the end of a file on a disk that is open to write. The position does not move, because other threads may
+    use the file."""
+    try:
+        if not file.writable():
+            return None
+        file.flush()
+        return os.fstat(file.fileno()).st_size
+    except io.UnsupportedOperation:  # it is in memory
+        return file.tell()  # type: ignore[no-any-return]
+
+
+def _move_back(file: Any, position: int, end: int | None) -> None:
+    """Move to a position in a file, and remove what was written after `end`. Do nothing if the file is closed."""
+    if not file.closed and position_of(file) != position:
+        file.seek(position)
+        if end is not None:
+            file.truncate(end)
 
 
 def cached_results(function: Any) -> Iterator[Any]:

@@ -25,8 +25,9 @@ from lightning_piper.capture.python_state.object_content import (
     ENVIRONMENT,
     content_of,
     files_behind,
+    is_disk_file,
     is_opaque_iterator,
-    is_written_file,
+    position_of,
     reaches_outside,
 )
 from lightning_piper.capture.python_state.unchanged_items import (
@@ -387,7 +388,7 @@ class Guard:
 
     def release(self) -> None:
         """Stop keeping the value alive. Call it when the trace has ended: from then on, `form` is enough."""
-        if is_written_file(self.value):  # between steps, hooks may write into it
+        if is_disk_file(self.value):  # between steps, hooks may use it
             self.form = _ObjectIdentity(self.value)
         if self.value is not MISSING and not _is_fixed(self.value):
             self.value, self.containers = _RELEASED, ()
@@ -513,7 +514,7 @@ class Guards:
                 "Piper captures it. Use it in a hook, such as on_train_batch_end or on_validation_batch_end [PIPER-C003]"
             )
         for file in found:
-            self._files.setdefault(id(file), (where, file, file.tell()))
+            self._files.setdefault(id(file), (where, file, position_of(file)))
 
     def note_hooks(self, where: str, hooks: dict[int, Any]) -> None:
         """Guard a dict of hooks: it must keep the same hooks in the same order. If it is already guarded, keep
@@ -553,9 +554,9 @@ class Guards:
 
     def broken(self) -> Iterator[Guard | str]:
         """Yield the guards that do not hold, and then the expression of each dict of hooks that has
-        changed, and of each object that has written into its file in this trace."""
+        changed, and of each object that has used its file in this trace."""
         yield from (guard for guard in self.by_key.values() if not guard.holds())
-        yield from (where for where, x, end in self._files.values() if not x.closed and x.tell() != end)
+        yield from (where for where, x, end in self._files.values() if not x.closed and position_of(x) != end)
         yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
 
     def aliased(self) -> Iterator[Guard]:
