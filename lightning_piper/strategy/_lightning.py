@@ -35,6 +35,9 @@ says which behavior it relies on.
   process that has received SIGTERM raises the exception alone.
 - `_can_stop_early` of the loop over epochs: whether the loop may end when `should_stop` is set.
   `_num_ready_batches_reached` of the loop over batches: whether it has drawn all batches of its epoch.
+- `_restarting` of the loop over epochs: whether the epoch resumes, so that schedulers with `reduce_on_plateau` are not
+  updated at its end. `resumed_on_epoch_end`: whether the checkpoint was saved by a hook `on_train_epoch_end`.
+  `_callback_metrics` of `_logger_connector`: the latest logged values.
 - `advance` of the loop over batches calls the module's `on_train_batch_start` before the strategy's. It holds the
   result in its variable `response`. If it is -1, the process skips the rest of its epoch.
 - `Precision._after_closure(model, optimizer)`: called in each optimizer step, between the closure and the
@@ -101,12 +104,14 @@ __all__ = [
     "before_updates",
     "collect_rng_states",
     "connect",
+    "continue_monitoring",
     "copy_of",
     "divide_cores",
     "forget_logs",
     "handler_of",
     "log_anew",
     "log_apart",
+    "monitored",
     "move_optimizers",
     "progress_of",
     "set_rng_states",
@@ -443,6 +448,34 @@ def begin_next_epoch(trainer: pl.Trainer) -> None:
     loop.scheduler_progress.reset_on_run()
     loop.automatic_optimization.optim_progress.reset_on_run()
     loop.val_loop.batch_progress.total.reset()
+
+
+def monitored(trainer: pl.Trainer) -> dict[str, torch.Tensor] | None:
+    """Return the latest values that the fit's schedulers monitor. None if no scheduler monitors a value."""
+    names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+    values = trainer.callback_metrics if names else {}
+    return {name: values[name].detach().cpu() for name in names & values.keys()} if names else None
+
+
+def continue_monitoring(trainer: pl.Trainer, values: Mapping[str, torch.Tensor]) -> None:
+    """Let the schedulers that monitor values follow a fit that resumes, as if it had not ended. Call it in
+    `on_train_start`.
+
+    Lightning does not update these schedulers at the end of the epoch that resumes. If a checkpoint was saved at the end
+    of an epoch, it also leaves out the update of that epoch, because the update follows the save.
+
+    Args:
+        values: The values at the checkpoint, as `monitored` returns them.
+    """
+    loop = trainer.fit_loop
+    trainer._logger_connector._callback_metrics.update(values)
+    names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+    if loop.resumed_on_epoch_end and loop.epoch_loop._num_ready_batches_reached() and names <= values.keys():
+        count: Any = loop.epoch_progress.current
+        count.completed -= 1  # the index of the epoch that has ended
+        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        count.completed += 1
+    loop._restarting = False
 
 
 def skips_epoch() -> bool:

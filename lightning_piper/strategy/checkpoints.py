@@ -40,7 +40,8 @@ from lightning_piper.processes.world import World, together
 from lightning_piper.strategy._lightning import without_loader_states
 
 # Key of the entry that a fit adds to its checkpoints: `seed`, the seed of the steps' random numbers, `loaders`, the
-# positions of its training loaders, and `local_sgd`, the state of local SGD. A plain Trainer does not need the entry.
+# positions of its training loaders, `local_sgd`, the state of local SGD, and `monitored`, the values that schedulers
+# monitor. A plain Trainer does not need the entry.
 KEY = "lightning_piper"
 
 
@@ -53,6 +54,8 @@ class Restored:
         seed: Seed of the steps' random numbers; None if the checkpoint was written without this strategy.
         values: Values for the module's tensors on the meta device, by canonical name.
         local_sgd: The state of local SGD, as `local_sgd_entry` returns it; None without one.
+        monitored: The values that the fit's schedulers monitor, as `_lightning.monitored` returns them; None without
+            such a scheduler.
         outside: The state that checkpoints do not have, if a spare has replaced a process.
     """
 
@@ -60,6 +63,7 @@ class Restored:
     seed: int | None = None
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     local_sgd: dict[str, Any] | None = None
+    monitored: dict[str, torch.Tensor] | None = None
     outside: Mapping[str, Any] = field(default_factory=dict)
 
     def known(self, module: nn.Module) -> Known:
@@ -73,8 +77,8 @@ class Restored:
         return known if parts_of(module) is not None else known.with_stored(module)
 
     def take_entry(self, content: dict[str, Any]) -> Mapping[str, Any] | None:
-        """Remove Piper's entry from the content of a checkpoint. Note its seed and its state of local SGD, and
-        return its positions of loaders.
+        """Remove Piper's entry from the content of a checkpoint. Note its seed, its state of local SGD and
+        its monitored values, and return its positions of loaders.
 
         With positions, the content loses the states of loaders that the Trainer would load. Seed and positions
         are None if the entry does not have them, such as in a plain Trainer's checkpoint.
@@ -82,6 +86,7 @@ class Restored:
         entry = content.pop(KEY, {})
         seed, positions = entry.get("seed"), entry.get("loaders")
         self.seed, self.local_sgd = None if seed is None else int(seed), entry.get("local_sgd")
+        self.monitored = entry.get("monitored")
         if positions is not None:
             without_loader_states(content)
         found: Mapping[str, Any] | None = positions
@@ -370,11 +375,8 @@ def is_behind(io: CheckpointIO, path: str | Path) -> bool:
     return is_exactly(io, AsyncCheckpointIO) and of_files(io, path) is not None
 
 
-def own_entry(
-    seed: int | None, positions: dict[str, Any] | None, local_sgd: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return Piper's entry of a checkpoint as `{KEY: ...}`; empty if all arguments are None."""
-    entry = {"seed": seed, "loaders": positions, "local_sgd": local_sgd}
+def own_entry(**entry: Any) -> dict[str, Any]:
+    """Return Piper's entry of a checkpoint as `{KEY: ...}`, without values that are None; empty if all are None."""
     found = {name: value for name, value in entry.items() if value is not None}
     return {KEY: found} if found else {}
 

@@ -266,9 +266,14 @@ class SavingStrategy(EvaluatingStrategy):
         later = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
         steady = self._steady_memory() if later else None
         rounds = self._rounds_entry(checkpoint)
-        checkpoint |= own_entry(phase.left.seed, self._loaders.content(self._drawing), rounds)
+        assert self.lightning_module is not None
+        checkpoint |= own_entry(
+            seed=phase.left.seed,
+            loaders=self._loaders.content(self._drawing),
+            local_sgd=rounds,
+            monitored=_lightning.monitored(self.lightning_module.trainer),
+        )
         if self._sharded and isinstance(phase, Fitting | Ended):
-            assert self.lightning_module is not None
             check_target(filepath, storage_options, io)
             fit, running = phase.fit, isinstance(phase, Fitting)
             keys = referenced(checkpoint)
@@ -377,7 +382,7 @@ class SavingStrategy(EvaluatingStrategy):
         captured = isinstance(phase, Fitting)
         eager = None if captured else "it ran uncaptured when a process was lost"
         content[OUTSIDE] = spares.outside_checkpoint(trainer, gradients=not captured) | {EAGER: eager}
-        content |= own_entry(phase.left.seed, self._loaders.content(self._drawing))
+        content |= own_entry(seed=phase.left.seed, loaders=self._loaders.content(self._drawing))
         ranges = self._own_ranges(phase.fit, content) if isinstance(phase, Fitting) else []
         check_values(content)
         copies.keep(self.global_rank, content, ranges, batches.total.ready, self._steady_memory())

@@ -253,6 +253,8 @@ class PiperStrategy(SavingStrategy):
         assert self.lightning_module is not None
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world, self._meets)
         self._loaders.begin(self.lightning_module.trainer)
+        if self._restored.monitored is not None:
+            _lightning.continue_monitoring(self.lightning_module.trainer, self._restored.monitored)
         if self._copies is not None:
             self._keep_copies(self.lightning_module.trainer)
 

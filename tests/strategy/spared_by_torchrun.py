@@ -12,10 +12,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from tests.strategy.fitting import QUIET
+from tests.strategy.fitting import QUIET, values
 from tests.strategy.spared import Net, samples
 
 
@@ -33,11 +34,11 @@ class Losing(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path) -> None:
-    module = Net(norms=True)
+def train(folder: Path, spares: int = 1) -> dict[str, Tensor]:
+    module = Net(norms=True).double()  # Lightning converts the module after it has loaded the values
     module.setup = lambda stage: setattr(module, "shift", torch.zeros(()))  # type: ignore[method-assign]
     save = ModelCheckpoint(folder / "saved", save_last=True)
-    strategy = piper.PiperStrategy(spares=1)
+    strategy = piper.PiperStrategy(spares=spares)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -50,11 +51,20 @@ def train(folder: Path) -> None:
     torch.manual_seed(9)
     loaders = [DataLoader(TensorDataset(*samples(32)), batch_size=4) for _ in range(2)]
     trainer.fit(module, *loaders, ckpt_path="last")
-    if trainer.is_global_zero:
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        Path(folder, "end").write_text(f"attempt {attempt}, step {trainer.global_step}")
+    return values(module)
+
+
+def undisturbed(rank: int, folder: Path) -> dict[str, Tensor]:
+    """Train on two processes that this function does not start, without losses."""
+    folder.mkdir(exist_ok=True)
+    for lost in range(2):
+        (folder / f"lost {lost}").touch()
+    return train(folder, spares=0)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(Path(sys.argv[1]))
+    found = train(Path(sys.argv[1]))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        torch.save({"attempt": attempt, "values": found}, Path(sys.argv[1], "end.pt"))
