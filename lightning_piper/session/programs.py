@@ -22,18 +22,20 @@ from lightning_piper.session.variants import Variants
 
 MANY_SPECS = 16  # how many batch specs are traced without a warning
 MANY_PROGRAMS = 256  # how many programs stay prepared
+MANY_KEPT = 8  # how many captures `KeptCaptures` has
 Step = tuple[str, int | None]  # a method of the module, and the index of its loader if there are several
 TRAINING: Step = ("training_step", None)
 
 
 class KeptCaptures:
-    """The captures of the training step in this process. A fit that continues after the loss of a process uses them."""
+    """The latest captures of the training step in this process, at most `MANY_KEPT`. A fit that continues after the loss
+    of a process uses them."""
 
     def __init__(self) -> None:
         self._steps: list[CapturedStep] = []
 
     def add(self, step: CapturedStep) -> None:
-        self._steps.append(step)
+        self._steps = [*(each for each in self._steps if each is not step), step][-MANY_KEPT:]
 
     def find(self, batch_spec: BatchSpec, context: Context) -> CapturedStep | None:
         """Return the latest capture for this batch and context that is still valid: the Python state and the module's

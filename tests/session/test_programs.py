@@ -5,6 +5,7 @@ Python state, and what it computes.
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import lightning as L
 import pytest
@@ -26,7 +27,7 @@ from lightning_piper.session.process_runtime import (
     check_devices,
     check_placed,
 )
-from lightning_piper.session.programs import TRAINING, Programs
+from lightning_piper.session.programs import MANY_KEPT, TRAINING, KeptCaptures, Programs
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -144,3 +145,16 @@ def test_the_number_of_processes_is_checked_before_a_capture() -> None:
     check_placed(program, 2)
     check_placed(program, 1)  # an uncaptured step runs on one device
     check_placed(parse([piper.Place(devices=[0, 2])]), 2)  # gaps have their own error
+
+
+def test_a_process_keeps_its_latest_captures(session):
+    kept, step = KeptCaptures(), session.first.step
+    kept.add(step)
+    kept.add(step)  # it was used again
+    others = [copy.copy(step) for _ in range(MANY_KEPT - 1)]
+    for other in others:
+        other.context = "another context"  # type: ignore[assignment]
+        kept.add(other)
+    assert kept.find(step.batch_spec, step.context) is step
+    kept.add(copy.copy(others[0]))
+    assert kept.find(step.batch_spec, step.context) is None and len(kept._steps) == MANY_KEPT
