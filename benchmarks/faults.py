@@ -1,6 +1,6 @@
 """Injects faults into processes of a training run and checks the outcome.
 
-    `python benchmarks/faults.py [count] [seed] [behind | spares]`
+    `python benchmarks/faults.py [count] [seed] [behind | spares | fewer]`
 
 The training is PP2 x DP2 with ZeRO-3 and ZeRO-1 stages on four processes. A fault is a random rank, kind and
 moment. After each fault, all other processes must end in time and name the right rank, and no process and no
@@ -12,6 +12,9 @@ Prints the seconds from each fault until the last other process ended, by kind a
 
 With `spares`, `count` trainings of several programs each lose processes at random moments, which spares replace. Each
 training must end bitwise like an undisturbed one. See `tests/strategy/series.py`.
+
+With `fewer`, the trainings have one spare each, so most losses leave fewer replicas. Each training must end bitwise like
+fits that resume with these numbers of replicas. See `tests/strategy/fewer_series.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.strategy import series
+from tests.strategy import fewer_series, series
 from tests.strategy.faults import KINDS, MOMENTS, Outcome, draw, inject, undisturbed
 
 
@@ -59,7 +62,7 @@ def main(count: int, seed: int, behind: bool) -> int:
     return bool(wrong)
 
 
-def with_spares(count: int, seed: int) -> int:
+def with_spares(series: Any, losses_each: int, count: int, seed: int) -> int:
     chance, wanted, all_lost, all_wrong = random.Random(seed), dict[str, Any](), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         for i in range(count):
@@ -67,7 +70,7 @@ def with_spares(count: int, seed: int) -> int:
             if kind not in wanted:
                 wanted[kind] = series.undisturbed(Path(folder, "undisturbed", kind), kind, size)
             began = time.monotonic()
-            losses = series.draw(kind, size, 5, chance)
+            losses = series.draw(kind, size, losses_each, chance)
             lost, wrong = series.suffer(Path(folder, str(i)), kind, size, losses, wanted[kind])
             all_lost, all_wrong = all_lost + lost, all_wrong + bool(wrong)
             taken = time.monotonic() - began
@@ -81,6 +84,8 @@ def with_spares(count: int, seed: int) -> int:
 if __name__ == "__main__":
     given = [int(text) for text in sys.argv[1:] if text.isdigit()]
     number, first = given[0] if given else 8, given[1] if given[1:] else 0
-    sys.exit(
-        with_spares(number, first) if "spares" in sys.argv else main(number, first, "behind" in sys.argv)
-    )
+    if "spares" in sys.argv:
+        sys.exit(with_spares(series, 5, number, first))
+    if "fewer" in sys.argv:
+        sys.exit(with_spares(fewer_series, 3, number, first))
+    sys.exit(main(number, first, "behind" in sys.argv))

@@ -12,7 +12,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -194,35 +194,51 @@ class MemoryCheckpoint(OpenedCheckpoint):
                 )
 
 
+@dataclass(frozen=True)
+class CompleteCopies:
+    """The latest copies that all processes of a run have.
+
+    Attributes:
+        number: As `MemoryCopy.number`.
+        size: Number of processes when the run made the copies.
+        ranks: For each process that the run has now, its rank among them.
+    """
+
+    number: int
+    size: int
+    ranks: Sequence[int]
+
+
 class MemoryCopies:
     """The copies of the state of all processes.
 
     Args:
-        files: For each rank, the descriptors of two files.
+        files: For each rank, the descriptors of two files. When no process needs the copies of a lost process any more,
+            its files are closed, and removed from this list.
         lost: Returns whether a process is lost.
 
     Attributes:
         late: The copy that this process makes.
     """
 
-    def __init__(self, files: Sequence[tuple[int, int]], lost: Callable[[], bool]) -> None:
+    def __init__(self, files: list[tuple[int, int]], lost: Callable[[], bool]) -> None:
+        self._files = files
         self._of_ranks = [[MemoryCopy(file) for file in pair] for pair in files]
         self._size = len(files)
-        # The copies from before the run had fewer processes: their number, the number of their processes, and the rank
-        # that each process of this run had then.
-        self._earlier: tuple[int, int, list[int]] = -1, 0, []
+        self._earlier = CompleteCopies(-1, 0, [])  # the copies from before the run had fewer processes
         self._lost, self._behind = lost, BackgroundThread("piper-spares")
         self.late = LateCopies(HostRoom())
 
     @property
     def number(self) -> int:
         """The number of the latest copies that all processes have; -1 if they have none."""
-        return max(self._earlier[0], self._own_number)
+        return self._latest.number
 
     @property
-    def _own_number(self) -> int:
-        """Like `number`, of the processes that the run has now."""
-        return min(max(copy.number for copy in copies) for copies in self._of_ranks[: self._size])
+    def _latest(self) -> CompleteCopies:
+        number = min(max(copy.number for copy in copies) for copies in self._of_ranks[: self._size])
+        own = CompleteCopies(number, self._size, range(self._size))
+        return max(self._earlier, own, key=lambda copies: copies.number)
 
     def continue_on(self, ranks: Sequence[int]) -> None:
         """Continue with fewer processes.
@@ -232,14 +248,11 @@ class MemoryCopies:
         """
         if len(ranks) == self._size:
             return
-        number, size, before = self._earlier
-        if (own := self._own_number) > number:
-            self._earlier = own, self._size, [*ranks]
-        else:
-            self._earlier = number, size, [before[rank] for rank in ranks]
+        latest = self._latest
+        self._earlier = replace(latest, ranks=[latest.ranks[rank] for rank in ranks])
         # Some of these processes may already have newer copies, which are not for fewer processes.
         for copy in chain(*self._of_ranks):
-            copy.number = -1 if copy.number > self._earlier[0] else copy.number
+            copy.number = -1 if copy.number > latest.number else copy.number
         self._size = len(ranks)
 
     def keep(
@@ -263,6 +276,7 @@ class MemoryCopies:
         older, newer = sorted(self._of_ranks[rank], key=lambda copy: copy.number)
         # Until then, another process may still need the older copies of all processes.
         wait_for(lambda: self.number >= newer.number, self._lost)
+        self._end_lost()
         self.late = late = older.write(content, ranges, steady)
 
         def make() -> None:
@@ -274,26 +288,32 @@ class MemoryCopies:
 
     def take(self, rank: int) -> MemoryCheckpoint:
         """Return the latest copies that all processes have. Drop newer copies of this process."""
-        number, size, ranks = self.number, self._size, [*range(self._size)]
+        latest = self._latest
         for copy in self._of_ranks[rank]:
-            copy.number = -1 if copy.number > number else copy.number
-        if number == self._earlier[0]:
-            _, size, ranks = self._earlier
-        latest = [next(x for x in copies if x.number == number).read() for copies in self._of_ranks[:size]]
+            copy.number = -1 if copy.number > latest.number else copy.number
+        found = [
+            next(copy for copy in copies if copy.number == latest.number).read()
+            for copies in self._of_ranks[: latest.size]
+        ]
         specs: dict[str, dict[str, Any]] = {}
         parts: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
-        for _, found in latest:
-            for key, spec, start, stop, elements in found:
+        for _, ranges in found:
+            for key, spec, start, stop, elements in ranges:
                 specs[key] = spec
                 parts.setdefault(key, []).append((start, stop, elements))
-        contents = [content for content, _ in latest]
-        others = [
-            (content, each not in ranks) for each, content in enumerate(contents) if each != ranks[rank]
-        ]
-        fewer = len(ranks) < size
-        return MemoryCheckpoint(MEMORY, contents[ranks[rank]](), specs, parts, others if fewer else [])
+        contents, own = [content for content, _ in found], latest.ranks[rank]
+        others = [(content, each not in latest.ranks) for each, content in enumerate(contents) if each != own]
+        fewer = len(latest.ranks) < latest.size
+        return MemoryCheckpoint(MEMORY, contents[own](), specs, parts, others if fewer else [])
 
     def wait(self) -> None:
         """Wait until the copy of this process is complete."""
         self.late.settle()
         self._behind.wait()
+
+    def _end_lost(self) -> None:
+        """Close the files of lost processes if all processes have newer copies."""
+        while len(self._files) > self._size and self._earlier.number < self.number:
+            self._of_ranks.pop()
+            for file in self._files.pop():
+                os.close(file)

@@ -128,6 +128,18 @@ def own_optimizer_state(optimizer: ShardedOptimizer, tensor_map: TensorMap) -> d
     return {"state": state, "param_groups": optimizer.full_groups()}
 
 
+def add_optimizer_states(content: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Add to the results of `own_optimizer_state` in a checkpoint the states of parameters that only another process had.
+
+    Args:
+        content: The content of the checkpoint.
+        more: The content of the other process.
+    """
+    for own, other in zip(content["optimizer_states"], more["optimizer_states"], strict=True):
+        if "state" in own:
+            own["state"] = {**other["state"], **own["state"]}
+
+
 def written_by(rank: int, parameters: Collection[str], tensor_map: TensorMap) -> set[str]:
     """Return the names of the tensors that a process writes, each with the elements that it holds. The processes that
     hold the same elements of parameters divide the parameters by their size."""

@@ -154,7 +154,9 @@ class Spares:
         return None if stay is None else (rank, stay)
 
     def end(self) -> None:
-        """Close the files. On rank 0, tell all waiting spares to end."""
+        """Close the files. On rank 0, tell all waiting spares to end, and let `join` return None."""
+        if self._is_rank_zero:
+            self.refuse()
         for index in range(self._first, self._first + len(self.waiting)):
             self._tell(index, _OVER)
         self.waiting = []

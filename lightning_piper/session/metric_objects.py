@@ -12,7 +12,7 @@ This module relies on these names of torchmetrics (tested with 1.9):
 - `dist_sync_on_step` makes `forward` return the value over all replicas.
 - `_forward_cache` is the value that Lightning logs on each step.
 - `_persistent` says which states a checkpoint contains.
-- `_reductions` and `_is_synced` tell `sync` how to merge states.
+- `_reductions` and `_is_synced` tell `sync` how to merge states. The reduction to a mean is `dim_zero_mean`.
 - `_update_count` is the value of `update_count` and `update_called`.
 - `_defaults` has the names of the states, and `_computed` is the kept result.
 """
@@ -59,19 +59,33 @@ def restore_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, A
 
 
 def add_metric_states(
-    module: nn.Module, states: Mapping[str, dict[str, Any]], more: Mapping[str, Mapping[str, Any]]
+    module: nn.Module,
+    states: Mapping[str, dict[str, Any]],
+    lost: Sequence[Mapping[str, Mapping[str, Any]]],
+    left: int,
+    is_first: bool,
 ) -> None:
-    """Merge `more`, the states of another process, into `states`, as a sync of the two processes would. A state that
-    torchmetrics does not merge stays. Both are results of `metric_states`."""
-    for name, state in states.items():
+    """Merge `lost`, the states of lost processes, into `states`, so that a sync has the same result as with these
+    processes. A state that torchmetrics does not merge stays.
+
+    Args:
+        module: The module.
+        states: The result of `metric_states` on this process.
+        lost: The results on the lost processes.
+        left: Number of processes that are left. All of them call this function.
+        is_first: Whether this is the first of these processes, which gets the states except means.
+    """
+    for name, state in states.items() if lost else ():
         metric: Any = module.get_submodule(name)
-        other = more[name]
         for key, reduction in metric._reductions.items():
-            if isinstance(metric._defaults[key], list):
-                state[key] = [*state[key], *other[key]]
-            elif reduction is not None:
-                state[key] = reduction(torch.stack([state[key], other[key]]))
-        state["_update_count"] += other["_update_count"]
+            more = [each[name][key] for each in lost]
+            if getattr(reduction, "__name__", "") == "dim_zero_mean":
+                state[key] = reduction(torch.stack([state[key]] * left + more))
+            elif is_first and isinstance(metric._defaults[key], list):
+                state[key] = [*state[key], *itertools.chain(*more)]
+            elif is_first and reduction is not None:
+                state[key] = reduction(torch.stack([state[key], *more]))
+        state["_update_count"] += sum(each[name]["_update_count"] for each in lost) * is_first
         state["_computed"] = None
 
 

@@ -62,6 +62,12 @@ def is_searched(directives: Any | None, module: nn.Module) -> bool:
     )
 
 
+def is_data_parallel(directives: Any | None, module: nn.Module) -> bool:
+    """Return whether no source gives directives or says "auto", so that each device is a replica."""
+    given = given_or_from_environment(directives)
+    return given is None and _own(module) is None and not is_searched(directives, module)
+
+
 def for_fit(
     given: list[Directive] | None,
     module: nn.Module,

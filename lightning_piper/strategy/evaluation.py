@@ -35,6 +35,7 @@ from lightning_piper.session.program import (
     annotations_given,
     for_fit,
     given_or_from_environment,
+    is_data_parallel,
     is_searched,
     told,
 )
@@ -258,12 +259,11 @@ class EvaluatingStrategy(OverProcesses):
         return self._degrees.for_devices(self._program_size)
 
     def _runs_on(self, processes: int) -> bool:
-        module, degrees, given = self.lightning_module, self._degrees, self._program
-        assert module is not None
+        assert self.lightning_module is not None
+        if self._degrees is None:
+            return is_data_parallel(self._directives, self.lightning_module)
         try:
-            if degrees is not None:
-                given = list(degrees.for_devices(processes).program().directives)
-            program = for_fit(given, module, processes, lambda text: None, self._is_searched(module))
+            program = self._degrees.for_devices(processes).program().directives
         except DirectiveError:
             return False
         return sorted(replicas_of(program).values() or [0]) == list(range(processes))

@@ -48,6 +48,7 @@ from lightning_piper.processes.world import (
     store_of_attempt,
 )
 from lightning_piper.runtime.connections import noted_connections
+from lightning_piper.runtime.same_machine.pipes import close_pipes
 from lightning_piper.session.local_sgd import LocalSGD
 from lightning_piper.session.programs import KeptCaptures
 from lightning_piper.strategy import _lightning
@@ -362,12 +363,13 @@ class OverProcesses(_lightning.Strategy):
 
     @abstractmethod
     def _runs_on(self, processes: int) -> bool:
-        """Return whether the fit can continue on fewer processes, each with a replica."""
+        """Return whether each process has a replica, and the fit can continue on fewer processes. A searched program
+        cannot, because the processes may have stages."""
 
     def _is_watched(self) -> bool:
         """Return whether this strategy ends the run, or replaces a process, if a process fails."""
-        again = self._spares is not None and self._spares.generation > 0
-        return self._watch is not None or (self._copies is not None and again)
+        copies = self._copies  # another thread calls this method
+        return self._watch is not None or (copies is not None and copies.number >= 0)
 
     def _is_lost(self) -> bool:
         """Return whether a process of the run has failed."""
@@ -397,6 +399,7 @@ class OverProcesses(_lightning.Strategy):
         if isinstance(self.phase, Ended):
             self.phase.fit.ownership.abandon()
         destroy_all_groups()
+        close_pipes()  # another process may wait for this process, and not for the lost one
         if not self.is_global_zero:
             stay = self._spares.join(self.global_rank)
             if stay is not None:
@@ -406,11 +409,11 @@ class OverProcesses(_lightning.Strategy):
         if not ranks or gathered is None:
             return False
         more, stay = gathered
-        fewer = "" if len(stay) == self.world_size else f" on {counted(len(stay), 'process')}"
+        on, before, left = counted(len(stay), "process"), self.num_processes, self._spares.left
+        fewer = f" A global batch now has the samples of {on} instead of {before}." * (len(stay) < before)
         warnings.warn(
-            f"PiperStrategy: the fit has lost ranks {sorted({*ranks, *more})}. It continues{fewer} from the copies in "
-            f"memory, before batch {self._copies.number}. The run has {counted(self._spares.left, 'spare')} left "
-            "[PIPER-W033]",
+            f"PiperStrategy: the fit has lost ranks {sorted({*ranks, *more})}. The fit continues on {on} from the copies "
+            f"in memory, before batch {self._copies.number}.{fewer} The run has {counted(left, 'spare')} left [PIPER-W033]",
             stacklevel=2,
         )
         self._continue_on(0, stay)
@@ -428,8 +431,7 @@ class OverProcesses(_lightning.Strategy):
         if len(stay) < self.num_processes:
             self._captures = KeptCaptures()  # of batches of more replicas
             self.parallel_devices = self.parallel_devices[: len(stay)]
-        os.environ["LOCAL_RANK"] = str(stay.index(rank))
-        self.set_world_ranks()
+        os.environ["LOCAL_RANK"] = str(stay.index(rank))  # `setup_environment` sets all ranks
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -18,6 +18,7 @@ from lightning_piper.checkpoint.memory_copy import MEMORY
 from lightning_piper.checkpoint.sharded_checkpoint import open_checkpoint
 from lightning_piper.checkpoint.state import (
     Loading,
+    add_optimizer_states,
     module_state,
     optimizer_state,
     own_optimizer_state,
@@ -194,11 +195,12 @@ class SavingStrategy(EvaluatingStrategy):
             restored.sharded = Loading(opened, world, beside) if opened.tensors else None
             restored.outside = content.pop(OUTSIDE)
             assert self.lightning_module is not None
-            for other, is_lost in opened.others:
-                found = other()
-                add_optimizer_states(content, found)
-                if is_lost and self.is_global_zero:
-                    spares.add_lost(self.lightning_module, restored.outside, found[OUTSIDE])
+            lost = []
+            for content_of, is_lost in opened.others:
+                other = content_of()
+                add_optimizer_states(content, other)
+                lost += [other[OUTSIDE]] * is_lost
+            spares.add_lost(self.lightning_module.trainer, restored.outside, lost)
             # The Trainer does this after it has loaded the values, which would then be rounded.
             self.precision_plugin.convert_module(self.lightning_module)
             # the process may have left a validation
@@ -432,13 +434,6 @@ class SavingStrategy(EvaluatingStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             self._saves.remove(self.checkpoint_io, filepath)
-
-
-def add_optimizer_states(content: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-    """Add to the optimizers' states of a copy the states of parameters that only another process had."""
-    for own, other in zip(content["optimizer_states"], more["optimizer_states"], strict=True):
-        if "state" in own:
-            own["state"] = {**other["state"], **own["state"]}
 
 
 def _check_number(saved: int, here: int) -> None:

@@ -102,3 +102,22 @@ def test_elements_without_a_copy_are_an_error(ranks):
     ranks[1].keep(1, held=2)
     with pytest.raises(PiperError, match="lack 1 of the elements 0:6"):
         ranks[0].taken()
+
+
+def test_fewer_processes_read_the_copies_of_a_lost_one_until_they_have_newer_copies(files):
+    given = [*files]
+    ranks = [Rank(0, given), Rank(1, files)]
+    for rank in ranks:
+        rank.keep(1)
+    ranks[0].keep(2)
+    left = ranks[0]
+    left.copies.continue_on([0])
+    opened = left.copies.take(0)
+    assert [(int(read()["batch"]), is_lost) for read, is_lost in opened.others] == [(1, True)]
+    assert left.taken() == (1, 0, wanted(1)) and len(given) == 2
+    left.keep(2, held=SIZE)
+    assert left.copies.number == 2 and left.copies.take(0).others == [] and len(given) == 2
+    left.keep(3, held=SIZE)
+    assert len(given) == 1 and left.taken() == (3, 0, [30.0] * SIZE)
+    with pytest.raises(OSError):
+        os.fstat(files.pop()[0])

@@ -9,14 +9,21 @@ import operator
 import pytest
 import torch
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_piper.capture import BatchSpec
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.metric_calls import Derived, MetricCall, MetricCalls, MetricLog, MetricResult
 from lightning_piper.processes.world import World
-from lightning_piper.session.metric_objects import Gather, MetricObjects, wanted_by_all
+from lightning_piper.session.metric_objects import (
+    Gather,
+    MetricObjects,
+    add_metric_states,
+    metric_states,
+    restore_metric_states,
+    wanted_by_all,
+)
 from lightning_piper.session.replay import Given
 
 
@@ -202,3 +209,53 @@ def test_what_a_call_does_not_give_is_named():
     ):
         given(Derived("add", operator.add, (MetricResult(0), 1)))
     assert given(Derived("add", operator.add, (MetricResult(0, ("a",)), 1))) == 2
+
+
+class AllStates(Metric):
+    """Has a state of each kind."""
+
+    def __init__(self, first):
+        super().__init__()
+        for name in ("sum", "mean", "max", "min"):
+            self.add_state(name, torch.tensor(0.0), dist_reduce_fx=name)
+        self.add_state("cat", [], dist_reduce_fx="cat")
+        self.update(torch.tensor(first))
+
+    def update(self, x):
+        self.sum, self.mean, self.max, self.min = self.sum + x, self.mean + x, self.max + x, self.min - x
+        self.cat.append(x.reshape(1))
+
+    def compute(self):
+        return [self.sum, self.mean, self.max, self.min, self.cat.sort().values]
+
+
+def synced(metrics):
+    """The result of one of some metrics, each on a process of its own."""
+    metric = metrics[0]
+    found = iter(list(zip(*(states_of(each) for each in metrics), strict=True)))
+    with metric.sync_context(
+        dist_sync_fn=lambda state, group: list(next(found)), distributed_available=lambda: True
+    ):
+        return [x.tolist() for x in AllStates.compute(metric)]
+
+
+def states_of(metric):
+    return [
+        torch.cat(x) if isinstance(x, list) else x
+        for x in (getattr(metric, name) for name in metric._defaults)
+    ]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_states_of_lost_processes_are_in_the_result_of_the_others(adds):
+    """Two of four processes are lost."""
+    metrics = [AllStates(x) for x in (1.0, 2.0, 4.0, 9.0)]
+    wanted = synced(metrics)
+    states = [metric_states(module(metric=metric)) for metric in metrics]
+    for rank in (0, 1):
+        own = module(metric=metrics[rank])
+        if adds:
+            add_metric_states(own, states[rank], states[2:], left=2, is_first=rank == 0)
+        restore_metric_states(own, states[rank])
+    assert (synced(metrics[:2]) == wanted) == adds
+    assert metrics[0].update_count == (3 if adds else 1)

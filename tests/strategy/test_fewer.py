@@ -3,6 +3,7 @@ that resumes, with fewer replicas, from a checkpoint saved before the lost step.
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.processes import launch_trainings, run_ranks
+from tests.strategy import fewer_series
 from tests.strategy.fewer import EPOCHS, SAMPLES, train
 from tests.strategy.scenarios import equal
 from tests.strategy.spared import Loss, samples
@@ -39,23 +41,44 @@ def of(rank: int, after: int | None = None, moment: str = "update") -> Loss:
 
 
 @pytest.mark.parametrize("kind, losses, left", [
-    ("0", [of(1), of(1)], 2), ("3", [of(1), of(1)], 2), ("uncaptured", [of(1), of(2)], 2), ("3 averages", [of(1), of(2)], 2),
-    ("2", [of(1), of(2, 0, "connecting")], 2), ("3", [of(1), of(2, 0), of(1, 1)], 1), ("0", [of(1), of(2, 0), of(1, 1)], 1),
-    ("uncaptured", [of(1), of(2, 0), of(1, 1)], 1),
+    ("0", [of(1), of(1)], 2), ("3", [of(1), of(1)], 2), ("3 averages", [of(1), of(2)], 2),
+    ("uncaptured", [of(1), of(1)], 2), ("uncaptured", [of(1), of(2)], 2),
+    ("2", [of(1), of(2, 0, "connecting")], 2), ("3 in order", [of(1), of(2, 0), of(1, 1)], 1),
+    ("0 in order", [of(1), of(2, 0), of(1, 1)], 1), ("uncaptured in order", [of(1), of(2, 0), of(1, 1)], 1),
 ])  # fmt: skip
 def test_fewer_replicas(kind, losses, left, tmp_path):
-    """Two or three processes are lost, and a spare replaces one of them."""
+    """Two or three processes are lost, and a spare replaces one of them. On one process, a shuffled order would follow from
+    random numbers that a checkpoint does not have."""
     wanted = resumed(tmp_path / "resumed", kind, left)
     found = lost(tmp_path / "lost", kind, losses)
     assert len(found) == left
     for result in found:
         assert equal(result["values"], wanted["values"]) and result["steps"] == wanted["steps"]
-        assert result["devices"] == left
+        assert result["devices"] == left and result["random"][LOST_IN + 1] == 1
     x = samples(SAMPLES)[1]
     for epoch in found[0]["epochs"]:
         assert (epoch["count"], epoch["largest"]) == (SAMPLES, float(x.max()))
         assert abs(epoch["mean"] - float(x.mean())) < 1e-12
+    # Until all processes have met, Lightning would end the run because of the lost process.
+    assert found[0]["watched"] and all(found[0]["watched"])
     assert all("on 2 processes" in each or "on 1 process " in each for each in found[0]["told"][1:])
+
+
+@pytest.mark.parametrize("kind, size", [("searched", 3), ("listed", 2)])
+def test_a_program_that_may_need_all_processes(kind, size, tmp_path):
+    """A search may choose stages, and a list of directives has stages. The run ends with its error."""
+    given = size, kind, [of(1), of(1, 0)]
+    ends = run_ranks(size + 1, train, tmp_path, tmp_path, *given, joined=False)
+    killed = [end.exitcode == -signal.SIGKILL for end in ends]
+    assert killed == [False, True] + [False] * (size - 2) + [True]
+    assert "first process to fail was rank 1: it ended without an error" in ends[0].said
+
+
+@pytest.mark.parametrize("kind, size", fewer_series.TRAININGS[:1])
+def test_a_series_of_losses(kind, size, tmp_path):
+    wanted = fewer_series.undisturbed(tmp_path / "undisturbed", kind, size)
+    losses = fewer_series.draw(kind, size, 3, random.Random(1))
+    assert fewer_series.suffer(tmp_path / "lost", kind, size, losses, wanted)[1] == []
 
 
 @pytest.mark.parametrize("kind", ["3 without states", "uncaptured without lost"])

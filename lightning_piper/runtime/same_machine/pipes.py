@@ -27,6 +27,7 @@ MOST = 2**14  # maximum bytes of a message; a pipe holds a few of them
 # Outboxes with unwritten messages. The set is weak, so that it does not keep an outbox alive that nobody
 # uses.
 _full = weakref.WeakSet["Outbox"]()
+_open = weakref.WeakSet["_End"]()
 
 
 def bytes_of(x: torch.Tensor) -> memoryview:
@@ -47,6 +48,7 @@ class _End:
         self.file, self._peer, self._timeout = file, peer, timeout
         self._closing = weakref.finalize(self, os.close, file)
         in_forks(self, _End.close)
+        _open.add(self)
 
     def close(self) -> None:
         self._closing()
@@ -204,6 +206,12 @@ class Inbox(_End):
             first.room = first.room[count:]
             if not first.room:
                 self._expected.popleft()
+
+
+def close_pipes() -> None:
+    """Close all pipes of this process, because it sends no more messages. Then no process waits for its messages."""
+    for end in [*_open]:
+        end.close()
 
 
 def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:

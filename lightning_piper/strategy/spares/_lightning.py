@@ -6,7 +6,7 @@ on.
   `_hydra_subprocess_cmd`. `launch` gets the Trainer's entry point. The fifth argument of a fit's entry point is the path
   of a checkpoint, and the sixth is `weights_only`.
 - `_ChildProcessObserver`: a thread that ends all processes if one has failed. It looks from time to time (`_run`).
-- `_broadcast_sigterm_tensor` of the loop over batches: called before each batch is drawn.
+- `advance` of the loop over batches: draws a batch and trains on it, also on one process.
 - `Trainer._teardown`: ends a run.
 - `_checkpoint_connector.dump_checkpoint`: the content of a checkpoint.
 - `_should_check_val_fx` of the loop over batches: whether a validation is due. After a resume, `advance` first calls it
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from subprocess import Popen
@@ -137,14 +137,14 @@ class _Observer(_ChildProcessObserver):
 def before_batches(trainer: pl.Trainer, call: Callable[[], object]) -> Callable[[], object]:
     """Call a function before the fit draws each batch. Return a function after which this ends."""
     loop = trainer.fit_loop.epoch_loop
-    own = loop._broadcast_sigterm_tensor
+    own = loop.advance
 
-    def calling() -> None:
+    def calling(fetcher: Any) -> None:
         call()
-        own()
+        own(fetcher)
 
-    vars(loop)["_broadcast_sigterm_tensor"] = calling
-    return lambda: vars(loop).pop("_broadcast_sigterm_tensor", None)
+    vars(loop)["advance"] = calling
+    return lambda: vars(loop).pop("advance", None)
 
 
 def continue_with_batch(trainer: pl.Trainer) -> None:
@@ -190,16 +190,22 @@ def restore_outside(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     trainer.should_stop, trainer.accumulate_grad_batches = state["stops"], state["accumulates"]
 
 
-def add_lost(module: pl.LightningModule, state: Mapping[str, Any], lost: Mapping[str, Any]) -> None:
-    """Merge `lost`, the state of a lost process that no spare replaces, into `state`: the states of metric objects, and
-    the logged values that the processes reduce at the end of the epoch."""
-    add_metric_states(module, state["module"]["metrics"], lost["module"]["metrics"])
-    for key, found in state["epoch"].items():
-        sums, more = found["sums"], lost["epoch"].get(key, {}).get("sums", {})
-        if "value" in more and found["meta"]["_sync"]["_should"]:
-            own = found["meta"]["reduce_fx"]
-            reduce = own if own in (torch.max, torch.min) else torch.sum
-            both = {name: reduce(torch.stack([sums[name], more[name]])) for name in more if name in SUMS}
+def add_lost(trainer: pl.Trainer, state: Mapping[str, Any], lost: Sequence[Mapping[str, Any]]) -> None:
+    """Merge `lost`, the states of lost processes that no spare replaces, into `state`: the states of metric objects, and on
+    rank 0 the logged values that the processes reduce at the end of the epoch."""
+    left, is_first = trainer.world_size, trainer.is_global_zero
+    metrics = [each["module"]["metrics"] for each in lost]
+    add_metric_states(trainer.lightning_module, state["module"]["metrics"], metrics, left, is_first)
+    for key, found in state["epoch"].items() if is_first else ():
+        own, sync, sums = found["meta"]["reduce_fx"], found["meta"]["_sync"], found["sums"]
+        reduce = own if own in (torch.max, torch.min) else torch.sum
+        more = [each["epoch"][key]["sums"] for each in lost if key in each["epoch"]]
+        if more and "value" in sums and sync["_should"] and not sync["rank_zero_only"]:
+            both = {
+                name: reduce(torch.stack([each[name] for each in [sums, *more]]))
+                for name in SUMS
+                if name in sums
+            }
             sums.update({**both, "_computed": None})
 
 
