@@ -37,9 +37,8 @@ class Facts:
         self.buckets: dict[Bucket, str | None] = {}
         self.outputs: dict[tuple[PassKey, int], list[tuple[Value, ...]]] = {}
         self.flat: set[int] = set()
-        self._within: dict[
-            tuple[int, int], bool
-        ] = {}  # `id` of two tuples of devices -> the answer of `within`
+        # `id` of two tuples of devices -> the answer of `within`
+        self._within: dict[tuple[int, int], bool] = {}
         self._shares: dict[int, Fraction] = {}  # number of samples -> their share of the batch
 
     @cached_property
