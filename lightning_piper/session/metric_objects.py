@@ -15,6 +15,7 @@ This module relies on these names of torchmetrics (tested with 1.9):
 - `_reductions` and `_is_synced` tell `sync` how to merge states. The reduction to a mean is `dim_zero_mean`.
 - `_update_count` is the value of `update_count` and `update_called`.
 - `_defaults` has the names of the states, and `_computed` is the kept result.
+- `_dtype` is the dtype of arguments. Lightning's `log` sets it to torch's default dtype, by a move to the device.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _UPDATING = ("forward", "update")
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the states that this process has of the metric objects of a module, by the name of the object."""
     return {
-        name: {key: getattr(each, key) for key in (*states, "_update_count", "_computed")}
+        name: {key: getattr(each, key) for key in (*states, "_update_count", "_computed", "_dtype")}
         for name, each in module.named_modules()
         if isinstance(states := getattr(each, "_defaults", None), dict) and hasattr(each, "_update_count")
     }

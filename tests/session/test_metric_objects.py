@@ -259,3 +259,17 @@ def test_the_states_of_lost_processes_are_in_the_result_of_the_others(adds):
         restore_metric_states(own, states[rank])
     assert (synced(metrics[:2]) == wanted) == adds
     assert metrics[0].update_count == (3 if adds else 1)
+
+
+def test_a_metric_object_keeps_the_dtype_of_its_arguments() -> None:
+    """Its state is float32, so the dtype in which it adds up arguments decides how they are rounded."""
+    module, other = (nn.ModuleDict({"mean": MeanMetric()}) for _ in range(2))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module["mean"].to("cpu")  # as Lightning's `log` does
+    finally:
+        torch.set_default_dtype(before)
+    assert (module["mean"].dtype, other["mean"].dtype) == (torch.float64, torch.float32)
+    restore_metric_states(other, metric_states(module))
+    assert other["mean"].dtype == torch.float64
