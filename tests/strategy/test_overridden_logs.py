@@ -144,17 +144,44 @@ def test_a_log_method_that_was_read_before_runs_uncaptured(cls: type[Plain]) -> 
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("cls", [AnyArguments, Dicts, Kept, KeptInLambda])
+class KeptOfAnOverride(AnyArguments):
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = self.log
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.note("kept", loss, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("cls", [AnyArguments, Dicts, Kept, KeptInLambda, KeptForTheEnd, KeptOfAnOverride])
 @pytest.mark.filterwarnings("ignore:.*captured in part")
 def test_uncaptured_code_calls_it(cls: type[Plain]) -> None:
     program = piper.schedules.one_f_one_b(2, 2)
     assert logged(local(program), cls, True) == pytest.approx(logged("auto", cls), rel=1e-6)
 
 
+class OfAnother(Plain):
+    """Calls the log method of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = [Plain()]
+
+    def on_train_start(self) -> None:
+        self.other[0].trainer = self.trainer
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.other[0].log("other", loss)
+        return loss
+
+
 @pytest.mark.filterwarnings("ignore:.*captured in part")
-def test_uncaptured_code_of_one_stage_does_not_call_a_log_method_that_was_read_before() -> None:
-    with pytest.raises(piper.PiperError, match="calls a log method that was read before the step"):
-        logged(local(piper.schedules.one_f_one_b(2, 2)), KeptForTheEnd, True)
+def test_uncaptured_code_of_one_stage_does_not_call_the_log_method_of_another_module() -> None:
+    with pytest.raises(piper.PiperError, match="the log method of another LightningModule"):
+        logged(local(piper.schedules.one_f_one_b(2, 2)), OfAnother, True)
 
 
 class OfFile(Plain):

@@ -27,7 +27,7 @@ from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.torch_private._torch_communication import without_communication
-from lightning_piper.capture.tracing.recorded_logs import refusing_own_log
+from lightning_piper.capture.tracing import recorded_logs
 from lightning_piper.capture.user_code.replaced_attribute import replaced_entries
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
 from lightning_piper.common.limits import kind_of
@@ -61,12 +61,14 @@ class RemainderLog:
         name, kwargs: The arguments of the call.
         value: The logged number: a scalar tensor without autograd history, which the log owns.
         samples: Number of samples in the part of the batch that the code ran on.
+        own: Whether the code called Lightning's own `log`, such as a `self.log` that it has kept.
     """
 
     name: str
     value: torch.Tensor
     kwargs: Mapping[str, Any]
     samples: int
+    own: bool = False
 
 
 class EagerRemainder:
@@ -428,35 +430,37 @@ class EagerRemainder:
 
     @contextlib.contextmanager
     def _logging(self, samples: int) -> Iterator[None]:
-        """Within this context, `self.log` adds to `logs`. Unless every process runs the
+        """Within this context, `self.log` and Lightning's own `log` add to `logs`. Unless every process runs the
         code, `self.all_gather` and the collective methods of the strategy raise an error.
 
         Args:
             samples: number of samples in the part of the batch on which the code runs.
         """
 
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            """Record a number, with arguments by name. Pass any other value, such as a metric object, to
-            Lightning if every process runs the code.
-
-            Raises:
-                PiperError: the value is not a number and not every process runs the code, or a number has
-                    positional arguments.
-            """
-            number = isinstance(value, int | float) or (
-                isinstance(value, torch.Tensor) and value.numel() == 1
-            )
-            if not number and self.everywhere:
-                cls: Any = type(self._module)
-                cls.log(self._module, name, value, *args, **kwargs)
-                return
-            if args or not number:
-                raise PiperError(f"{user_line()}: {_problem_of_log(name, value, number)} [PIPER-C022]")
+        def record(name: str, value: Any, kwargs: Mapping[str, Any], own: bool = True) -> bool:
+            """Record a number. Return False for another value, such as a metric object, if every process runs the code."""
+            if not recorded_logs.is_number(value):
+                if self.everywhere:
+                    return False
+                raise PiperError(f"{user_line()}: {_problem_of_log(name, value, False)} [PIPER-C022]")
             if not isinstance(value, torch.Tensor):
                 # Lightning also converts numbers to the default dtype.
                 value = torch.tensor(value, dtype=torch.get_default_dtype())
             value = value.detach().reshape(()).clone()
-            self.logs.append(RemainderLog(name, value, kwargs, samples))
+            self.logs.append(RemainderLog(name, value, kwargs, samples, own))
+            return True
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if args and recorded_logs.is_number(value):
+                raise PiperError(f"{user_line()}: {_problem_of_log(name, value, True)} [PIPER-C022]")
+            if not record(name, value, kwargs, own=False):
+                cls: Any = type(self._module)
+                cls.log(self._module, name, value, *args, **kwargs)
+
+        def own_log(results: Callable[[], Any], own: bool) -> Any:
+            if not own and not self.everywhere:
+                raise recorded_logs.refusal("training_step", own)
+            return recorded_logs.RecordedResults(results(), record) if own else results()
 
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise _communicates()
@@ -472,8 +476,7 @@ class EagerRemainder:
         with contextlib.ExitStack() as stack:
             for owner, members in stand_ins:
                 stack.enter_context(replaced_entries(vars(owner), members))
-            if not self.everywhere:
-                stack.enter_context(refusing_own_log(self._module, "training_step"))
+            stack.enter_context(recorded_logs.replacing_results(self._module, own_log))
             yield
 
     def _communication_refused(self) -> contextlib.AbstractContextManager[None]:

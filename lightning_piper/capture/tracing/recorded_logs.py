@@ -6,9 +6,10 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
@@ -51,17 +52,68 @@ def recording_logs(module: nn.Module, step: TracedStep) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def refusing_own_log(module: nn.Module, step: str) -> Iterator[None]:
+def refusing_own_log(module: nn.Module, step: str) -> contextlib.AbstractContextManager[None]:
     """Within this context, Lightning's own `log` raises a `CaptureError`, because Piper does not record its value."""
+
+    def refuse(results: Callable[[], Any], own: bool) -> None:
+        raise refusal(step, own)
+
+    return replacing_results(module, refuse)
+
+
+@contextlib.contextmanager
+def replacing_results(module: nn.Module, replace: Callable[[Callable[[], Any], bool], Any]) -> Iterator[None]:
+    """Within this context, Lightning's own `log` gets another object for the Trainer's collection of logged values.
+
+    Args:
+        replace: Returns this object. It gets a function that returns the collection, and whether `log` logs for `module`.
+    """
     trainer = type(getattr(module, "_trainer", None))
     results = inspect.getattr_static(trainer, "_results", None)
     if not isinstance(results, property):
         yield
         return
-    checked = functools.partial(_results, results, library_method(type(module), "log"), module, step)
-    with replaced_attribute(trainer, "_results", property(checked)):
+    replaced = functools.partial(_results, results, library_method(type(module), "log"), module, replace)
+    with replaced_attribute(trainer, "_results", property(replaced)):
         yield
+
+
+class RecordedResults:
+    """Stands for the Trainer's collection of logged values in Lightning's own `log`.
+
+    Args:
+        results: The collection.
+        record: Gets the name, the value and the keyword arguments of `log`. Returns whether it has recorded the value.
+            If not, the collection gets it.
+    """
+
+    def __init__(self, results: Any, record: Callable[[str, Any, Mapping[str, Any]], bool]) -> None:
+        self.reset, self._log, self._record = results.reset, results.log, record
+
+    def log(self, hook: str, name: str, value: Any, **kwargs: Any) -> None:
+        given = {key: x for key, x in kwargs.items() if key not in ("sync_dist_fn", "metric_attribute")}
+        if not self._record(name, value, given):
+            self._log(hook, name, value, **kwargs)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, or a tensor with one number."""
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def refusal(step: str, own: bool) -> CaptureError:
+    """Return the error for a call of Lightning's own `log`.
+
+    Args:
+        own: Whether it logs for the module of the step.
+    """
+    how = "the log method of another LightningModule"
+    if own:
+        how = "a log method that was read before the step, such as self.log in __init__ or a class attribute"
+    return CaptureError(
+        f"{user_line()}: {step} calls {how}. A captured step records only calls of its own self.log and "
+        "self.log_dict. Call self.log(...) in the step [PIPER-C007]"
+    )
 
 
 def library_method(cls: type, name: str) -> Any:
@@ -89,24 +141,17 @@ def _recording(own: Callable[..., Any], module: nn.Module, record: Callable[...,
     return call
 
 
-def _results(own: property, log: Any, module: nn.Module, step: str, trainer: Any) -> Any:
-    """Return the Trainer's collection of logged values.
-
-    Raises:
-        CaptureError: Lightning's `log` reads it, to log a tensor without values.
-    """
-    caller = sys._getframe(1)
+def _results(
+    own: property,
+    log: Any,
+    module: nn.Module,
+    replace: Callable[[Callable[[], Any], bool], Any],
+    trainer: Any,
+) -> Any:
+    """Return the Trainer's collection of logged values, or for Lightning's `log` the result of `replace`."""
+    caller, found = sys._getframe(1), functools.partial(own.__get__, trainer)
     while caller.f_globals["__name__"].startswith("lightning_piper.") and caller.f_back is not None:
         caller = caller.f_back  # Piper watches reads of the Trainer
-    if caller.f_code is getattr(log, "__code__", None):
-        how = (
-            "a log method that was read before the step, such as self.log in __init__ or a class attribute"
-            if caller.f_locals.get("self") is module
-            else "the log method of another LightningModule"
-        )
-        raise CaptureError(
-            f"{user_line()}: {step} calls {how}. A captured step records only calls of its own self.log and "
-            "self.log_dict. Call self.log(...) in the step [PIPER-C007]"
-        )
-    assert own.fget is not None
-    return own.fget(trainer)
+    if caller.f_code is not getattr(log, "__code__", None):
+        return found()
+    return replace(found, caller.f_locals.get("self") is module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from lightning_piper.capture import BatchSpec, History, PartlyCaptured
 from lightning_piper.capture.eager.eager_reference import merged
 from lightning_piper.capture.eager.eager_remainder import RemainderLog
+from lightning_piper.capture.tracing.recorded_logs import library_method
 from lightning_piper.capture.tracing.step_trace import REDUCTIONS, shown_function
 from lightning_piper.common.containers import container_like
 from lightning_piper.compiler import Compiled, compile_step
@@ -158,9 +160,10 @@ class InPart:
             )
             updated = sorted(set().union(*(names or () for *_, names in found)))
             self._objects.updated(self._module, updated, owners)
-        log: Any = self._module.log
-        for name, value, kwargs in _logged([log for logs, *_ in found for log in logs]):
-            log(name, value, **kwargs)
+        own_log, module = library_method(type(self._module), "log"), self._module
+        for log, value, kwargs in _logged([log for logs, *_ in found for log in logs]):
+            logging: Any = partial(own_log, module) if log.own else module.log
+            logging(log.name, value, **kwargs)
 
 
 def _said(error: CaptureError, step: PartlyCaptured) -> str:
@@ -173,8 +176,9 @@ def _said(error: CaptureError, step: PartlyCaptured) -> str:
     )
 
 
-def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Merge the logged values of all parts of the batch into one value for each name.
+def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[RemainderLog, Any, Mapping[str, Any]]]:
+    """Merge the logged values of all parts of the batch into one value for each name. Yield also the first call of the
+    name, and keyword arguments.
 
     Raises:
         PiperError: A value is reduced by an unsupported function.
@@ -198,7 +202,7 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
         weights = samples / samples.sum() if how == "mean" else torch.ones_like(samples)
         values = [log.value.to("cpu", torch.float64) for log in found]
         value = merged("sum" if how == "mean" else how, values, weights)
-        yield name, value.to(torch.promote_types(torch.float32, found[0].value.dtype)), kwargs
+        yield found[0], value.to(torch.promote_types(torch.float32, found[0].value.dtype)), kwargs
 
 
 def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
