@@ -30,6 +30,11 @@ SAVED = (
 )
 DEVICE = "Pass parameter.device and parameter.dtype instead of the parameter"
 LOSS = "Compute the loss in training_step, with all of its terms"
+EQUAL = (
+    "Lightning's BaseFinetuning compares the parameters that it unfreezes with those of the optimizer. After the first "
+    "batch, this needs whole parameters in each process: train replicas (PiperStrategy('ddp')), or unfreeze in epoch 0. "
+    f"In other code: {INSIDE[0].lower()}{INSIDE[1:]}"
+)
 
 
 class Placeholder(torch.Tensor):
@@ -94,7 +99,7 @@ class Placeholder(torch.Tensor):
                     raise
                 if _writes(func.__name__) and isinstance(given[0], Placeholder):
                     return given[0].zero_()  # counts as a change of the placeholder
-                advice = LOSS if func.__name__ == "backward" else INSIDE
+                advice = {"backward": LOSS, "equal": EQUAL}.get(func.__name__, INSIDE)
                 raise _refusal(_first(given), advice, func.__name__) from error
 
 

@@ -180,6 +180,7 @@ ROWS = [
 ]
 REFUSED = {
     ("Replaces", "zero1"): "cannot be replaced here, because this process does not",
+    ("Tuned", "zero3"): "Lightning's BaseFinetuning compares the parameters that it unfreezes with those of",
 }
 
 
