@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
+from lightning_piper.accelerators._torch_groups import destroy_all_groups
 from lightning_piper.directives import Directive
 from tests.strategy.fitting import traced_once
 
@@ -249,7 +250,9 @@ def work(rank: int, processes: int, names: Sequence[str], folder: Path) -> dict[
 
 
 def alone(name: str, processes: int, folder: Path) -> dict[str, Any]:
-    """The same training on one device with the whole batches, without the strategy."""
+    """The same training on one device with the whole batches, without the strategy. An earlier fit of this process may
+    have left a process group, over which torch's SyncBatchNorm would communicate."""
+    destroy_all_groups()
     kind, _, given = TRAININGS[processes][name]
     options = {key: x for key, x in given.items() if key == "accumulate_grad_batches"}
     module, samples = made(kind), given.get("samples", EVEN)
