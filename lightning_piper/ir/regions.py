@@ -9,7 +9,7 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -484,7 +484,7 @@ class LateSpecs(Sequence[TensorSpec]):
     def __init__(self, step: Step, samples: int, degrees: tuple[int, ...], key: PassKey, index: int) -> None:
         self._about = step, samples, degrees, key, index
 
-    @property
+    @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         step, samples, degrees, key, index = self._about
         return step.at(samples, degrees).code_of(key).outputs[index]
@@ -494,6 +494,9 @@ class LateSpecs(Sequence[TensorSpec]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.specs[index]
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.specs)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LateSpecs):

@@ -47,7 +47,7 @@ def make_chunk(
             specs of the code).
     """
     if outputs is None:
-        outputs = outputs_of(dag, key, part)
+        outputs = outputs_of(dag, key, part, late=True)
     state = (None,) * len(dag.code.interface_of(key).state)
     return Chunk(
         region=key[0],
@@ -61,9 +61,10 @@ def make_chunk(
     )
 
 
-def outputs_of(dag: TrainingDAG, key: PassKey, part: Slice) -> tuple[Value, ...]:
-    """Return the outputs of a pass for a slice of the batch."""
-    interface, specs = dag.code.interface_of(key), dag.late_specs(key, part)
+def outputs_of(dag: TrainingDAG, key: PassKey, part: Slice, late: bool = False) -> tuple[Value, ...]:
+    """Return the outputs of a pass for a slice of the batch; with `late`, with `LateSpecs`."""
+    interface = dag.code.interface_of(key)
+    specs = dag.late_specs(key, part) if late else dag.code_for(key, part).outputs
     return tuple(
         Value(out.kind, out.names, tensors, held(dag, out), others=others_of(dag, key, i))
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
