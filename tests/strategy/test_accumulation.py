@@ -9,11 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 import lightning_piper as piper
 from tests.groups import marked
-from tests.strategy.fitting import PROGRAM, distance, local, sharing_captures, trainer
+from tests.strategy.fitting import PROGRAM, distance, local, same, sharing_captures, trainer, values
 from tests.strategy.models import MLP, Model, vectors
 from tests.strategy.replicated import dp2
 from tests.strategy.sharded import fit
@@ -242,3 +243,33 @@ def test_gradients_overflow_in_the_steps_in_which_they_do_on_one_device():
     for accumulated, alone in ((4, four), (1, one)):
         assert scales_of(local(PROGRAM[:2]), accumulated) == alone
     assert four[2] > one[2]  # overflows depend on the division
+
+
+class Counting(MLP):
+    """Counts the batches that it has seen in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.count.add_(1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def test_a_checkpoint_in_the_middle_of_an_accumulation_ends_with_the_same_weights(tmp_path):
+    """The fit that resumes takes the batch since the last update again, which its buffers count twice."""
+    found = []
+    for path in (None, tmp_path / "step=1.ckpt"):
+        save = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
+        options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "enable_checkpointing": True}
+        alone, _ = trainer(local(), [save], max_steps=-1, max_epochs=1, **options)
+        torch.manual_seed(0)
+        module = Counting()
+        alone.fit(module, vectors(32, batch_size=4), vectors(4), ckpt_path=path)
+        found.append(values(module))
+    assert [int(each.pop("count")) for each in found] == [8, 9]
+    assert same(*found)
