@@ -73,12 +73,25 @@ def transformer(
     return Workload(blocks, samples, 6.0)
 
 
+# Name -> workload, devices, budget, and the promised seconds.
 CASES = {
-    "Llama-3-405B, 1,024 devices": (lambda: transformer(126, 16384, 53248, 16, 128256, 8192, 1024), 1024, 60),
+    "Llama-3-405B, 1,024 devices": (
+        lambda: transformer(126, 16384, 53248, 16, 128256, 8192, 1024),
+        1024,
+        5000,
+        60,
+    ),
     "64 layers of 8192, 4,096 devices": (
         lambda: transformer(64, 8192, 28672, 8, 128256, 8192, 4096),
         4096,
+        5000,
         300,
+    ),
+    "Llama-3-405B, 16,384 devices": (
+        lambda: transformer(126, 16384, 53248, 16, 128256, 8192, 4096),
+        16384,
+        100,
+        15,
     ),
 }
 
@@ -86,13 +99,13 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gap", type=float, default=0.0)
-    parser.add_argument("--budget", type=int, default=5000)
+    parser.add_argument("--budget", type=int, help="the budget of each case (default: its own)")
     parser.add_argument("--case", choices=[*CASES], action="append")
     given = parser.parse_args()
     for name in given.case or CASES:
-        make, devices, promised = CASES[name]
+        make, devices, budget, promised = CASES[name]
         start = time.perf_counter()
-        found = best_of(make(), H100, devices, gap=given.gap, budget=given.budget, margin=0.05)
+        found = best_of(make(), H100, devices, gap=given.gap, budget=given.budget or budget, margin=0.05)
         print(f"{name}: {time.perf_counter() - start:.1f} s ({promised} are promised)\n{found}\n")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def uncollected() -> Iterator[None]:
     """Turn off garbage collection inside the context.
 
-    An import, a capture or a compilation makes little garbage before its end. Repeated collections would take up to
+    An import, a capture, a compilation or a search makes little garbage before its end. Repeated collections would take up to
     a quarter of its time.
     """
     enabled = gc.isenabled()

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from operator import length_hint
 
+from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.choices import Choice, Cuts, everything
 from lightning_piper.search.coarse_bounds import Coarse
@@ -90,6 +91,7 @@ class Search:
         self._looked_at: set[Layout | Choice] = set()  # branches whose bound `_branch` has raised
         self._fills_table = False  # whether the second phase runs
 
+    @uncollected()
     def run(self, table: bool = True, known: Candidate | None = None) -> Found | None:
         """Search, and return the result. Return None if nothing fits, or if the budget ends before the search
         knows a candidate that fits; see `complete`.

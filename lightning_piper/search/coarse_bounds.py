@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lightning_piper.schedules.searched_schedules import SEARCHED
 from lightning_piper.search.links import ring
 from lightning_piper.search.space import Family, Layout
-from lightning_piper.search.stage_costs import CostModel
+from lightning_piper.search.stage_costs import CostModel, samples_of
 from lightning_piper.simulate.durations import Number
 
 
@@ -52,9 +52,7 @@ class Coarse:
     def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
         """Return, for each block, lower bounds of the seconds of F, BI and BW on one microbatch. They include
         the sums along the tensor axis."""
-        works = [
-            work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None
-        ]
+        works = [work for work in self._model.works(samples, tensor) if work is not None]
         links = [link for _, link in self._space.hardware.links]
         moved = [2 * min(ring(link, work.exchanged, tensor) for link in links) for work in works]
         return [
@@ -83,7 +81,7 @@ class Coarse:
         for every rank r of n, with work w on each of m microbatches. So W(r) = w(0) + ... + w(r) is at most
         (1 - 1/m) W(r - 1) + time/m, and the total work is at most (1 - (1 - 1/m)^n) time.
         """
-        samples = self._space.workload.samples // layout.replicas // layout.microbatches
+        samples = samples_of(self._space.workload, layout)
         split, single = SEARCHED[layout.schedule].split, layout.per_rank == 1
         return self._times(samples, layout.microbatches, layout.tensor, layout.ranks, split, single)
 
@@ -124,7 +122,14 @@ class Coarse:
     def least_of(self, family: Family) -> tuple[Number, Number]:
         """Return a lower bound of the seconds, and one of the bytes, of all layouts of a family."""
         # The bound of split backward passes is the lowest, and groups of replicas only need more bytes.
-        fastest = min(family.schedules, key=lambda own: (not SEARCHED[own[0]].split, own[1] == 1))
-        plain = tuple(numbering for numbering in family.numberings if numbering[2] == 1)
-        layouts = list(family._replace(schedules=(fastest,), numberings=plain).layouts())
-        return self.time(layouts[0]), min(map(self.memory, layouts))
+        (name, per_rank), (routed, inside, _) = self._fastest(family.schedules), family.numberings[0]
+        ranks, replicas, tensor, microbatches = family[:4]
+        layout = Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, inside)
+        divided = {routed for routed, _, _ in family.numberings}
+        return self.time(layout), min(self.memory(layout._replace(routed=routed)) for routed in divided)
+
+    @staticmethod
+    @functools.cache
+    def _fastest(schedules: tuple[tuple[str, int], ...]) -> tuple[str, int]:
+        """Return the schedule with the lowest bound of time, with its stages on each rank."""
+        return min(schedules, key=lambda own: (not SEARCHED[own[0]].split, own[1] == 1))

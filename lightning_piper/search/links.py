@@ -27,8 +27,8 @@ from lightning_piper.simulate.network import HierarchicalRing, Link
 
 def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
     """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, accept an `nbytes` that
-    is not an integer."""
-    if isinstance(nbytes, int):
+    is not an integer. The results are equal."""
+    if isinstance(nbytes, int) and not isinstance(link.bandwidth, float):  # fractions would take longer
         return link.time(nbytes, parts)
     return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
 

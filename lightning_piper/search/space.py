@@ -209,8 +209,7 @@ class Space:
                     if not self.all_devices or ranks * tensor * replicas == self.devices
                 ]
                 for microbatches in _divisors(work.samples // replicas, 1 if work.meets else None):
-                    samples = work.samples // replicas // microbatches
-                    if samples >= least and all(b.at(samples, tensor) for b in work.blocks):
+                    if work.samples // replicas // microbatches >= least:
                         for ranks, numbered in numberings:
                             schedules = schedules_of(ranks, microbatches)
                             if schedules:

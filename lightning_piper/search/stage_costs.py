@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_piper.errors import SearchError
 from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.schedules.searched_schedules import SEARCHED
-from lightning_piper.search.costs.workload import Block, Workload
+from lightning_piper.search.costs.workload import Block, Work, Workload
 from lightning_piper.search.links import Groups, Links, LinkTable, message, ring
 from lightning_piper.search.rows import rows_of
 from lightning_piper.search.space import Layout, Space
@@ -176,8 +176,10 @@ class Costs:
         saved, kept: Prefix sums of the bytes that F saves, and that are kept for BW.
     """
 
-    def __init__(self, space: Space, layout: Layout, params: Params, links: Links) -> None:
-        """Sum the costs of the blocks on one microbatch.
+    def __init__(
+        self, space: Space, layout: Layout, params: Params, links: Links, works: Sequence[Work | None]
+    ) -> None:
+        """Sum the costs of the blocks on one microbatch. `works` has the work of each block.
 
         Raises:
             SearchError: The workload has no costs for the layout's size of the tensor axis.
@@ -188,12 +190,11 @@ class Costs:
         self._step = space.hardware.step
         self._gather, self._reductions = _collectives(links, space.hardware.collectives)
         self._processes = space.hardware.at_once is not None
-        samples = workload.samples // layout.replicas // layout.microbatches
+        samples = samples_of(workload, layout)
         sums: list[list[Number]] = [[], [], [], [], [], []]
         packed = params.packed if layout.microbatches > 1 else params.packed_one_microbatch
         self.output: list[Number] = []
-        for k, block in enumerate(workload.blocks):
-            work = block.at(samples, layout.tensor)
+        for k, (block, work) in enumerate(zip(workload.blocks, works, strict=True)):
             if work is None:
                 raise SearchError(
                     f"search: the workload has no costs of block {block.name!r} for tensor parallelism over "
@@ -406,6 +407,11 @@ def _collectives(links: Links, measured: Mapping[int, Collectives]) -> tuple[Pai
     ]
 
 
+def samples_of(workload: Workload, layout: Layout) -> int:
+    """Return the samples of a microbatch of a layout."""
+    return workload.samples // layout.replicas // layout.microbatches
+
+
 class FixedBytes(NamedTuple):
     """The bytes of a device that do not depend on the ways in which its stages keep saved values.
 
@@ -422,11 +428,13 @@ class FixedBytes(NamedTuple):
 
 class CostModel:
     """A space, with cached functions: `costs(layout)` returns its `Costs`, `params(tensor, routed)` its `Params`,
-    and `fixed_bytes(layout, levels, cuts)` the `FixedBytes` of each rank."""
+    `works(samples, tensor)` the work of each block, and `fixed_bytes(layout, levels, cuts)` the `FixedBytes` of
+    each rank."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.params = functools.cache(functools.partial(Params, space.workload))
+        self.works = functools.cache(self._works)
         self._links = LinkTable(space.hardware)
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
         self.fixed_bytes = functools.lru_cache(maxsize=16)(self._fixed_bytes)
@@ -436,7 +444,14 @@ class CostModel:
         # differ only in these share a cache entry.
         name = "zbv" if SEARCHED[layout.schedule].folded else "one_f_one_b"
         links = self._links.of(layout._replace(schedule=name, microbatches=1))
-        return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)
+        works = self.works(samples_of(self.space.workload, layout), layout.tensor)
+        return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links, works)
+
+    def _works(self, samples: int, tensor: int) -> list[Work | None]:
+        # Equal layers share the mapping of their work.
+        known = {id(block.work): block for block in self.space.workload.blocks}
+        works = {key: block.at(samples, tensor) for key, block in known.items()}
+        return [works[id(block.work)] for block in self.space.workload.blocks]
 
     def _fixed_bytes(
         self, layout: Layout, levels: tuple[int, ...], cuts: tuple[int, ...]
