@@ -439,8 +439,8 @@ def begin_next_epoch(trainer: pl.Trainer) -> None:
     Lightning counts from 0 only for loaders whose number of batches is known. It counts the next epoch as ended, so that
     a fit that resumes in the middle of this epoch would begin it again.
     """
-    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
-    progress = loop.batch_progress
+    loop, progress = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.batch_progress
+    epochs: Any = trainer.fit_loop.epoch_progress.current
     if trainer.fit_loop.restarted_mid_epoch and epochs.ready == epochs.processed:
         trainer.fit_loop.reset_restart_stage()
     known = trainer.fit_loop.max_batches != float("inf")
@@ -455,9 +455,13 @@ def begin_next_epoch(trainer: pl.Trainer) -> None:
 
 def monitored(trainer: pl.Trainer) -> dict[str, torch.Tensor] | None:
     """Return the latest values that the fit's schedulers monitor. None if no scheduler monitors a value."""
-    names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+    names = _monitored_names(trainer)
     values = trainer.callback_metrics if names else {}
     return {name: values[name].detach().cpu() for name in names & values.keys()} if names else None
+
+
+def _monitored_names(trainer: pl.Trainer) -> set[str]:
+    return {str(each.monitor) for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
 
 
 def continue_monitoring(trainer: pl.Trainer, values: Mapping[str, torch.Tensor]) -> None:
@@ -472,7 +476,7 @@ def continue_monitoring(trainer: pl.Trainer, values: Mapping[str, torch.Tensor])
     """
     loop = trainer.fit_loop
     trainer._logger_connector._callback_metrics.update(values)
-    names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+    names = _monitored_names(trainer)
     if loop.resumed_on_epoch_end and loop.epoch_loop._num_ready_batches_reached() and names <= values.keys():
         count: Any = loop.epoch_progress.current
         count.completed -= 1  # the index of the epoch that has ended

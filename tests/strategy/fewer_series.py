@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +61,31 @@ def suffer(
     words."""
     lost = folder / "lost"
     ends = run_ranks(size + 1, train, lost, lost, size, kind, losses, joined=False, limit=LIMIT)
-    first = ends[0].result
-    if isinstance(first, dict):
-        path, begun, left = wanted["saved"], 0, size
-        for told in first["told"]:
-            found = AT.search(told)
-            assert found is not None, told
-            after, number = map(int, found.groups())
-            if after < left:
-                if begun and number > begun:
-                    path = _resumed(folder / str(number), kind, left, path / f"step={begun}.ckpt")["saved"]
-                begun, left = number, after
-        wanted = _resumed(folder / "end", kind, left, path / f"step={begun}.ckpt") if begun else wanted
+    if isinstance(first := ends[0].result, dict):
+        wanted = resumed_as(folder, kind, size, first["told"], wanted)
     return sum((end.exitcode or 0) < 0 for end in ends), [*_wrong(ends, size, wanted)]
+
+
+def resumed_as(
+    folder: Path, kind: str, size: int, told: Sequence[str], wanted: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the result of fits that resume as the warnings of a training with losses say.
+
+    Args:
+        kind, size: The kind of the training, and its number of processes before the losses.
+        told: The warnings.
+        wanted: The result of `undisturbed`.
+    """
+    path, begun, left = wanted["saved"], 0, size
+    for each in told:
+        found = AT.search(each)
+        assert found is not None, each
+        after, number = map(int, found.groups())
+        if after < left:
+            if begun and number > begun:
+                path = _resumed(folder / str(number), kind, left, path / f"step={begun}.ckpt")["saved"]
+            begun, left = number, after
+    return _resumed(folder / "end", kind, left, path / f"step={begun}.ckpt") if begun else wanted
 
 
 def _resumed(folder: Path, kind: str, size: int, path: Path | None) -> dict[str, Any]:

@@ -11,21 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.processes import launch_trainings, run_ranks
+from tests.distributed.processes import run_ranks
 from tests.strategy import fewer_series
 from tests.strategy.fewer import EPOCHS, SAMPLES, train
 from tests.strategy.scenarios import equal
 from tests.strategy.spared import Loss, samples
 
 LOST_IN = 7  # batches done before, in all epochs
-
-
-def resumed(folder: Path, kind: str, left: int, step: int = LOST_IN) -> dict[str, Any]:
-    """Return the result of a training that three processes begin, and `left` processes continue."""
-    launch_trainings(3, train, folder, folder, 3, kind)
-    path = folder / "saved" / f"step={step}.ckpt"
-    found: dict[str, Any] = launch_trainings(left, train, folder, folder, left, kind, (), path)[0]
-    return found
 
 
 def lost(folder: Path, kind: str, losses: Sequence[Loss]) -> list[dict[str, Any]]:
@@ -49,8 +41,9 @@ def of(rank: int, after: int | None = None, moment: str = "update") -> Loss:
 def test_fewer_replicas(kind, losses, left, tmp_path):
     """Two or three processes are lost, and a spare replaces one of them. On one process, a shuffled order would follow from
     random numbers that a checkpoint does not have."""
-    wanted = resumed(tmp_path / "resumed", kind, left)
+    undisturbed = fewer_series.undisturbed(tmp_path / "undisturbed", kind, 3)
     found = lost(tmp_path / "lost", kind, losses)
+    wanted = fewer_series.resumed_as(tmp_path, kind, 3, found[0]["told"], undisturbed)
     assert len(found) == left
     for result in found:
         assert equal(result["values"], wanted["values"]) and result["steps"] == wanted["steps"]
@@ -85,6 +78,7 @@ def test_a_series_of_losses(kind, size, tmp_path):
 def test_without_a_part_of_the_copies_the_result_differs(kind, tmp_path):
     """The process that gets rank 1 had rank 2. Under ZeRO, it held none of the parameters that it now gets."""
     found = lost(tmp_path / "lost", kind, [of(1), of(1)])
-    wanted = resumed(tmp_path / "resumed", kind, 2)
+    undisturbed = fewer_series.undisturbed(tmp_path / "undisturbed", kind, 3)
+    wanted = fewer_series.resumed_as(tmp_path, kind, 3, found[0]["told"], undisturbed)
     counts = [epoch["count"] for epoch in found[0]["epochs"]]
     assert not equal(found[0]["values"], wanted["values"]) or counts != [SAMPLES] * EPOCHS

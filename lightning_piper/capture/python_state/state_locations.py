@@ -487,7 +487,7 @@ class Guards:
     def __post_init__(self) -> None:
         self._stale = True
         # During a trace: id of a file of `files_behind` -> (expression of the guarded object, file, its position)
-        self._files: dict[int, tuple[str, Any, int]] = {}
+        self._files: dict[int, tuple[str, Any, int | None]] = {}
 
     def note(self, place: StateLocation) -> None:
         """Guard a place that the step reads. If the place is already guarded, keep the first value.
