@@ -433,16 +433,13 @@ def draws_ahead(trainer: pl.Trainer) -> bool:
 
 
 def begin_next_epoch(trainer: pl.Trainer) -> None:
-    """Begin the next epoch, and count its batches from 0, if the fit resumes from a checkpoint that was saved after
-    the last batch of an epoch, before the epoch's end. Call it in `on_train_start`.
+    """Count the batches of the next epoch from 0, if the fit resumes from a checkpoint that was saved after the
+    last batch of an epoch, before the epoch's end. Call it in `on_train_start`.
 
-    Lightning counts from 0 only for loaders whose number of batches is known. It counts the next epoch as ended, so that
-    a fit that resumes in the middle of this epoch would begin it again.
+    Lightning does this only for loaders whose number of batches is known.
     """
-    loop, progress = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.batch_progress
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    if trainer.fit_loop.restarted_mid_epoch and epochs.ready == epochs.processed:
-        trainer.fit_loop.reset_restart_stage()
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
     known = trainer.fit_loop.max_batches != float("inf")
     if known or not loop.restarted_on_train_batch_end or not progress.is_last_batch:
         return

@@ -71,14 +71,6 @@ def test_an_epoch_in_three_parts(tmp_path):
     assert sorted(samples(first) + samples(second) + samples(third)) == list(range(LENGTH))
 
 
-def test_the_epoch_after_a_checkpoint_of_a_last_batch_in_two_parts(tmp_path):
-    first = together(How(3), LENGTH, tmp_path / "first", 8)
-    second = together(How(2), LENGTH, tmp_path / "second", 3, first[0].path, epochs=2)
-    third = together(How(1), LENGTH, tmp_path / "third", None, second[0].path, epochs=2)
-    assert sorted(samples(second, 1) + samples(third, 1)) == list(range(LENGTH))
-    assert third[0].module.indices == list(range(6, 24))
-
-
 def test_as_many_replicas_train_on_the_same_batches_as_without_a_checkpoint(tmp_path):
     how = How(2)
     whole = together(how, LENGTH, tmp_path / "whole", epochs=2)
