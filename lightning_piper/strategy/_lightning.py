@@ -450,10 +450,12 @@ def begin_next_epoch(trainer: pl.Trainer) -> None:
     loop.val_loop.batch_progress.total.reset()
 
 
-def monitored(trainer: pl.Trainer) -> dict[str, torch.Tensor] | None:
-    """Return the latest values that the fit's schedulers monitor. None if no scheduler monitors a value."""
-    names = _monitored_names(trainer)
-    values = trainer.callback_metrics if names else {}
+def monitored(module: pl.LightningModule) -> dict[str, torch.Tensor] | None:
+    """Return the latest values that the fit's schedulers monitor. None if no scheduler monitors a value, or if the
+    module has no Trainer, as in a deep copy of a Trainer."""
+    trainer = module._trainer
+    names = set() if trainer is None else _monitored_names(trainer)
+    values = trainer.callback_metrics if trainer is not None and names else {}
     return {name: values[name].detach().cpu() for name in names & values.keys()} if names else None
 
 

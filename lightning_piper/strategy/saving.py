@@ -273,7 +273,7 @@ class SavingStrategy(EvaluatingStrategy):
             seed=phase.left.seed,
             loaders=self._loaders.content(self._drawing),
             local_sgd=rounds,
-            monitored=_lightning.monitored(self.lightning_module.trainer),
+            monitored=_lightning.monitored(self.lightning_module),
         )
         if self._sharded and isinstance(phase, Fitting | Ended):
             check_target(filepath, storage_options, io)
