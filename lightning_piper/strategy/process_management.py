@@ -280,11 +280,10 @@ class OverProcesses(_lightning.Strategy):
         spares = self._spares
         with nullcontext() if spares is None else spares.connecting(self.started):
             with noted_connections():
-                store = (
-                    store_of_attempt(environment.main_address, environment.main_port, self._timeout)
-                    if spares is None
-                    else spares.group_store()
-                )
+                if spares is None:
+                    store = store_of_attempt(environment.main_address, environment.main_port, self._timeout)
+                else:  # a later entry point of the Trainer uses the groups of the first
+                    store = None if dist.is_initialized() else spares.group_store()
                 _lightning.connect(environment, backend, timeout=self._timeout, store=store)
             if self.world_size > 1:
                 assert self.lightning_module is not None

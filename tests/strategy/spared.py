@@ -29,7 +29,7 @@ from torchmetrics import MeanMetric
 import lightning_piper as piper
 from lightning_piper.checkpoint.late_copies import LateCopies
 from lightning_piper.checkpoint.memory_copy import MemoryCopies, MemoryCopy
-from lightning_piper.processes.spares import SPARE, SPARES
+from lightning_piper.processes.spares import SPARE, SPARES, Spares
 from lightning_piper.runtime import collectives
 from lightning_piper.runtime.same_machine import shared_memory
 from lightning_piper.session.programs import Programs
@@ -40,6 +40,7 @@ from tests import tensors
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
 from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import trainer, values
+from tests.strategy.models import make as make_of_zoo
 
 EPOCHS, BATCHES, LOST_IN = 3, 4, 5  # the process is lost in the batch with this number, in all epochs
 PROGRAMS: dict[str, dict[str, int]] = {
@@ -555,3 +556,24 @@ def train_along_axes(rank: int, folder: Path, name: str, losses: Sequence[Loss])
     callbacks = [losing, *([Launched(losing, 4, spares, folder)] if spares else [])]
     tensors.fit(module, strategy, devices=4, max_epochs=2, callbacks=callbacks)
     return {"values": values(module)}
+
+
+def train_again(rank: int, folder: Path, size: int) -> int:
+    """Fit three times with one Trainer. Return the number of stores for process groups that were made."""
+    spares = become(rank, size, folder)
+    own, stores = Spares.group_store, list[Any]()
+
+    def making(waiting: Spares) -> Any:
+        stores.append(own(waiting))
+        return stores[-1]
+
+    Spares.group_store = making  # type: ignore[method-assign]
+    strategy = piper.PiperStrategy(spares=spares, timeout=PATIENCE)
+    fit, _ = trainer(strategy, devices=size, max_epochs=1, max_steps=-1)
+    if rank == 0:
+        launched(fit, size, spares, None)
+    module, data = make_of_zoo("mlp", samples=16)
+    for epochs in (1, 2, 3):
+        fit.fit_loop.max_epochs = epochs
+        fit.fit(module, data)
+    return len(stores)

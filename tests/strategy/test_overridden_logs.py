@@ -104,13 +104,15 @@ class KeptInSubmodule(Plain):
 
 
 class KeptForTheEnd(Plain):
+    on_epoch: bool | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.note = self.log
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.note("kept", loss)
+        self.note("kept", loss, on_epoch=self.on_epoch)
         return loss
 
 
@@ -144,15 +146,8 @@ def test_a_log_method_that_was_read_before_runs_uncaptured(cls: type[Plain]) -> 
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-class KeptOfAnOverride(AnyArguments):
-    def __init__(self) -> None:
-        super().__init__()
-        self.note = self.log
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.note("kept", loss, on_epoch=True)
-        return loss
+class KeptOfAnOverride(KeptForTheEnd, AnyArguments):
+    on_epoch = True
 
 
 @pytest.mark.parametrize("cls", [AnyArguments, Dicts, Kept, KeptInLambda, KeptForTheEnd, KeptOfAnOverride])

@@ -15,7 +15,16 @@ import torch
 from tests.distributed.processes import LIMIT, Ended, launch_trainings, run_ranks
 from tests.strategy import series, spared_by_torchrun
 from tests.strategy.scenarios import equal, popen
-from tests.strategy.spared import ALONG_AXES, MOMENTS, RESULTS, WARM, Loss, train, train_along_axes
+from tests.strategy.spared import (
+    ALONG_AXES,
+    MOMENTS,
+    RESULTS,
+    WARM,
+    Loss,
+    train,
+    train_again,
+    train_along_axes,
+)
 
 
 def lose(folder: Path, size: int, moment: str, kind: str = "") -> list[Ended]:
@@ -166,6 +175,13 @@ def test_without_a_spare_the_run_ends_with_its_error(kind, lost, tmp_path):
 def test_refusals(kind, words, tmp_path):
     for end in run_ranks(3, train, tmp_path, tmp_path, 2, "", kind, joined=False)[:2]:
         assert words in end.said
+
+
+def test_a_trainer_fits_again(tmp_path):
+    """All fits use the process groups of the first. A store that another fit makes ends at once on rank 0, and the
+    others would wait for it."""
+    ends = run_ranks(2 + 1, train_again, tmp_path, tmp_path, 2, joined=False)
+    assert [end.result for end in ends[:2]] == [1, 1], [end.said[-3000:] for end in ends]
 
 
 def test_torchrun_starts_one_process(tmp_path):

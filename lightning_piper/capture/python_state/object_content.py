@@ -257,7 +257,7 @@ def restoring(value: Any) -> Callable[[], None] | None:
 
     - a context variable with a value
     - a file in memory that is not closed (`StringIO`, `BytesIO`)
-    - an open file on a disk, if later code only appends to it
+    - an open file on a disk, if later code only reads or appends
     - a buffer, such as a `bytearray`, that is writable, contiguous and at most `_LARGE` bytes large, even if
       processes share it (`multiprocessing.Value`, `multiprocessing.Array`)
     - an event that processes share (`multiprocessing.Event`)
