@@ -24,6 +24,8 @@ from lightning_piper.accelerators._torch_dispatch import (
 from lightning_piper.capture.torch_private._torch import tree_leaves
 from lightning_piper.runtime.same_machine.forks import in_forks
 
+SMALL = 64  # bytes, of which a copy takes less time than the preparation of a later copy
+
 
 class HostRoom:
     """A pool of host memory for the copies of one checkpoint at a time."""
@@ -100,8 +102,10 @@ class LateCopies:
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload, no-any-return]
 
     def copied_memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a copy of the memory of a tensor. `make` fills it, if the memory is steady."""
+        """Return a copy of the memory of a tensor. `make` fills it, if the memory is steady and not small."""
         copy = self._room.take(storage.nbytes(), storage.device.type != "cpu")
+        if storage.nbytes() <= SMALL:
+            return copy.copy_(storage)
         source, target = _bytes(storage), _bytes(copy)
         self.do([source], lambda: target.copy_(source))
         return copy

@@ -8,9 +8,11 @@ one of them.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import pickle
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -31,7 +33,8 @@ from lightning_piper.runtime.same_machine.mapped_memory import Mapped
 MEMORY = "memory"  # the path of these copies, as the Trainer shows it
 SEGMENT = 1 << 20  # smallest number of bytes that are mapped at once
 ALIGNMENT = 64
-NUMBER, PLACE, SIZE = range(3)  # the numbers in the head of a file
+SHARE = 0.03  # of the training's time, the most that copies take
+NUMBER, PLACE, SIZE, INTERVAL = range(4)  # the numbers in the head of a file
 
 
 class SharedRoom(HostRoom):
@@ -99,8 +102,8 @@ class TensorInFile:
 
 
 class MemoryCopy:
-    """One copy of the state of one process, in a file. The file begins with the number of the copy, and with the place
-    and the size of a table of its content.
+    """One copy of the state of one process, in a file. The file begins with the number of the copy, the place and the
+    size of a table of its content, and an interval.
 
     Args:
         file: The file's descriptor.
@@ -122,11 +125,16 @@ class MemoryCopy:
     def number(self, value: int) -> None:
         self._head[NUMBER] = value + 1
 
+    @property
+    def interval(self) -> int:
+        """The number of batches between the copy after this copy and the next one."""
+        return self._head[INTERVAL]
+
     def write(
-        self, content: dict[str, Any], ranges: Sequence[TensorRange], steady: Collection[int]
+        self, content: dict[str, Any], ranges: Sequence[TensorRange], steady: Collection[int], interval: int
     ) -> LateCopies:
         """Begin a copy. It is complete after `make` of the result. Then set its number."""
-        self.number = -1
+        self.number, self._head[INTERVAL] = -1, interval
         late = LateCopies(self._room, steady)
         parts = [
             (x.key, x.spec, x.start, x.stop, TensorInFile.of(late.later(x.tensor), self._room))
@@ -212,6 +220,10 @@ class CompleteCopies:
 class MemoryCopies:
     """The copies of the state of all processes.
 
+    Copies are made so rarely that they take at most `SHARE` of the time. Rank 0 measures its copies, and writes into
+    each of them how many batches are between the next two copies. The other processes read this when they make the
+    next copy, so all processes make copies before the same batches.
+
     Args:
         files: For each rank, the descriptors of two files. When no process needs the copies of a lost process any more,
             its files are closed, and removed from this list.
@@ -228,6 +240,10 @@ class MemoryCopies:
         self._earlier = CompleteCopies(-1, 0, [])  # the copies from before the run had fewer processes
         self._lost, self._behind = lost, BackgroundThread("piper-spares")
         self.late = LateCopies(HostRoom())
+        self._due = 0  # the number of the next copy
+        self._checked = 0.0  # the time of the last call of `is_due`
+        self._begun: tuple[int, float] | None = None  # number and time of the last copy
+        self._seconds = 0.0  # of processor time that the last copy took, also in the thread
 
     @property
     def number(self) -> int:
@@ -241,11 +257,12 @@ class MemoryCopies:
         return max(self._earlier, own, key=lambda copies: copies.number)
 
     def continue_on(self, ranks: Sequence[int]) -> None:
-        """Continue with fewer processes.
+        """Continue after a loss, perhaps with fewer processes.
 
         Args:
             ranks: The rank of each process before.
         """
+        self._due, self._begun = 0, None
         if len(ranks) == self._size:
             return
         latest = self._latest
@@ -255,6 +272,11 @@ class MemoryCopies:
             copy.number = -1 if copy.number > latest.number else copy.number
         self._size = len(ranks)
 
+    def is_due(self, number: int) -> bool:
+        """Return whether the processes make a copy now, after this number of batches in all epochs."""
+        self._checked = time.perf_counter()
+        return number >= self._due
+
     def keep(
         self,
         rank: int,
@@ -263,7 +285,8 @@ class MemoryCopies:
         number: int,
         steady: Collection[int],
     ) -> None:
-        """Replace the older copy of this process by a copy of its state. A thread makes most of it.
+        """Replace the older copy of this process by a copy of its state. A thread makes most of it. Call this soon after
+        `is_due`.
 
         Args:
             rank: The rank of this process.
@@ -277,14 +300,28 @@ class MemoryCopies:
         # Until then, another process may still need the older copies of all processes.
         wait_for(lambda: self.number >= newer.number, self._lost)
         self._end_lost()
-        self.late = late = older.write(content, ranges, steady)
+        first = next((copy for copy in self._of_ranks[0] if copy.number == newer.number >= 0), None)
+        self._due = number + (1 if first is None else first.interval)
+        self.late = late = older.write(content, ranges, steady, self._interval(number))
+        main = time.perf_counter() - self._checked
 
         def make() -> None:
+            begin = time.thread_time()
             late.make()
+            self._seconds = main + time.thread_time() - begin
             older.number = number
 
+        self._begun = number, self._checked
         self._behind.start(make)
         late.watch()
+
+    def _interval(self, number: int) -> int:
+        """Return the number of batches after which the last copy takes at most `SHARE` of the time."""
+        if self._begun is None:
+            return 1
+        before, begun = self._begun
+        batch = (self._checked - begun) / (number - before)
+        return max(1, math.ceil(self._seconds / (SHARE * batch)))
 
     def take(self, rank: int) -> MemoryCheckpoint:
         """Return the latest copies that all processes have. Drop newer copies of this process."""

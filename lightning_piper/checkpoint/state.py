@@ -8,11 +8,14 @@ moves references.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_piper.checkpoint.late_copies import memory_of
 from lightning_piper.checkpoint.sharded_checkpoint import OpenedCheckpoint, fill, read_whole
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.errors import PiperError
@@ -154,6 +157,70 @@ def written_by(rank: int, parameters: Collection[str], tensor_map: TensorMap) ->
             written[writer] = written.get(writer, 0) + stop - start
             found |= {name} if writer == rank else set()
     return found
+
+
+class HeldTensors:
+    """The tensors of a fit that this process holds: parameters, buffers, and the optimizer's states. Call `look` before
+    you use `ranges` or `steady_memory`.
+
+    Args:
+        rank: The rank of this process.
+        ownership: The distribution of the module.
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, rank: int, ownership: Ownership, optimizer: ShardedOptimizer) -> None:
+        self._rank, self._ownership, self._optimizer = rank, ownership, optimizer
+        self._seen: list[Any] = []  # the tensors, and the other values of the states
+        self._where: list[Any] = []  # for each tensor its name, address and shape
+        self._written: tuple[object, set[str]] = (
+            None,
+            set(),
+        )  # a distribution, and the value of `written` for it
+        self._ranges: list[TensorRange] | None = None
+        self._updated = set[int]()  # addresses of the memory of parameters and states
+
+    def look(self) -> None:
+        """Find out whether a tensor is new, or lies in other memory than before."""
+        params, states = self._ownership.owned_params, self._optimizer.optimizer.state
+        held = [*params.items(), *self._ownership.owned_buffers.items()]
+        held += [(key, x) for p, state in states.items() for key, x in (("", p), *state.items())]
+        seen = [x for _, x in held]
+        where = [
+            (name, x.data_ptr(), x.shape)
+            for name, x in held
+            if isinstance(x, torch.Tensor) and x.layout == torch.strided
+        ]
+        if len(seen) != len(self._seen) or where != self._where or not all(map(is_, seen, self._seen)):
+            self._seen, self._where, self._ranges = seen, where, None
+            self._updated = memory_of(chain(params.values(), *(state.values() for state in states.values())))
+
+    @property
+    def written(self) -> set[str]:
+        """The names of the tensors in `ranges`; see `written_by`."""
+        tensor_map = self._ownership.tensor_map
+        if self._written[0] is not tensor_map.holder_groups:
+            names = written_by(self._rank, self._ownership.params.keys(), tensor_map)
+            self._written, self._ranges = (tensor_map.holder_groups, names), None
+        return self._written[1]
+
+    @property
+    def steady_memory(self) -> set[int]:
+        """The addresses of the parameters and of the optimizer's states that only an update or a hook changes."""
+        return self._updated - memory_of(self._ownership.owned_buffers.values())
+
+    @property
+    def ranges(self) -> list[TensorRange]:
+        """The ranges that this process copies into memory."""
+        names = self.written
+        if self._ranges is None:
+            found = own_ranges(self._ownership, self._optimizer, names)
+            memory = {x.untyped_storage().data_ptr() for x in self._seen if isinstance(x, torch.Tensor)}
+            # To have one dimension, the elements of some tensors must be copied.
+            if any(x.tensor.untyped_storage().data_ptr() not in memory for x in found):
+                return found
+            self._ranges = found
+        return self._ranges
 
 
 def own_ranges(

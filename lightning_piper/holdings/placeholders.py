@@ -193,16 +193,14 @@ def check_values(content: Any) -> None:
     Raises:
         PiperError: They contain a placeholder.
     """
-    if isinstance(content, Placeholder):
-        raise _refusal(content, SAVED)
-    for part in (
-        content.values()
-        if isinstance(content, dict)
-        else content
-        if isinstance(content, list | tuple)
-        else ()
-    ):
-        check_values(part)
+    parts = [content]
+    for part in parts:  # the loop reaches the parts that it appends
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif isinstance(part, Placeholder):
+            raise _refusal(part, SAVED)
 
 
 def _writes(name: str) -> bool:

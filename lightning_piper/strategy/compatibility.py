@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMon
 from lightning.pytorch.utilities import grad_norm as norm_in_one_process
 from torchmetrics import Metric
 
-from lightning_piper.checkpoint.state import ranges_of, reference
+from lightning_piper.checkpoint.state import ranges_of, reference, referenced
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.errors import PiperError
@@ -226,10 +226,11 @@ class Averages:
     def _refer(self, prefix: str) -> Refer | None:
         return (lambda name: reference(f"{prefix}.{name}")) if self._in_ranges() else None
 
-    def ranges(self, keys: Collection[str], names: Collection[str] | None = None) -> list[TensorRange]:
-        """Return this process's part of the copies' tensors with these canonical names that are saved under these keys.
-        None stands for all names."""
-        ranges = (x for prefix, found in self._copies.items() for x in ranges_of(found, prefix, names))
+    def ranges(self, content: Any, names: Collection[str] | None = None) -> list[TensorRange]:
+        """Return this process's part of the copies' tensors with these canonical names to which the content of a
+        checkpoint refers. None stands for all names."""
+        ranges = [x for prefix, found in self._copies.items() for x in ranges_of(found, prefix, names)]
+        keys = referenced(content) if ranges else set()
         return [x for x in ranges if x.key in keys]
 
     def release(self) -> None:

@@ -13,19 +13,17 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_piper.checkpoint.late_copies import memory_of
 from lightning_piper.checkpoint.memory_copy import MEMORY
 from lightning_piper.checkpoint.sharded_checkpoint import open_checkpoint
 from lightning_piper.checkpoint.state import (
+    HeldTensors,
     Loading,
     add_optimizer_states,
     module_state,
     optimizer_state,
     own_optimizer_state,
-    own_ranges,
     referenced,
     tensor_ranges_of,
-    written_by,
 )
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.common.lightning_packages import is_a
@@ -75,8 +73,10 @@ class SavingStrategy(EvaluatingStrategy):
         self._sharded = sharded
         self._saves, self._requeue = Saves(), Requeue()
         self._in_memory = False  # whether the next content of a checkpoint is for a copy in memory
-        # The distribution of the tensors, and the names of the tensors that this process copies into memory.
-        self._copied: tuple[object, set[str]] = None, set()
+        self._held: tuple[Fit, HeldTensors] | None = None  # of the last fit that asked for it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_held": None}
 
     def _in_ranges(self) -> bool:
         return (self._sharded or self._in_memory) and isinstance(self.phase, Fitting)
@@ -266,7 +266,9 @@ class SavingStrategy(EvaluatingStrategy):
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
         later = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
-        steady = self._steady_memory() if later else None
+        steady = None
+        if later:  # an uncaptured step may change everything
+            steady = self._tensors_of(phase.fit).steady_memory if isinstance(phase, Fitting) else set[int]()
         rounds = self._rounds_entry(checkpoint)
         assert self.lightning_module is not None
         checkpoint |= own_entry(
@@ -282,21 +284,17 @@ class SavingStrategy(EvaluatingStrategy):
             tensor_ranges = tensor_ranges_of(
                 self.lightning_module, fit.ownership, fit.optimizer, keys, running
             )
-            tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
+            tensor_ranges += self._averages.ranges(checkpoint) if self._averages is not None else []
             self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, steady)
         elif self.is_global_zero:
             self._saves.plain(io, checkpoint, filepath, storage_options, steady)
 
-    def _steady_memory(self) -> set[int]:
-        """Return the addresses of the parameters and of the optimizer's states that only an update or a hook changes."""
-        if not isinstance(self.phase, Fitting):
-            return set()  # an uncaptured step may change everything
-        fit = self.phase.fit
-        states = fit.optimizer.optimizer.state.values()
-        changed = memory_of(
-            [*fit.ownership.owned_params.values(), *(x for own in states for x in own.values())]
-        )
-        return changed - memory_of(fit.ownership.owned_buffers.values())
+    def _tensors_of(self, fit: Fit) -> HeldTensors:
+        """Return the tensors that this process holds now."""
+        if self._held is None or self._held[0] is not fit:
+            self._held = fit, HeldTensors(self.global_rank, fit.ownership, fit.optimizer)
+        self._held[1].look()
+        return self._held[1]
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -343,8 +341,8 @@ class SavingStrategy(EvaluatingStrategy):
             self.phase.eager = self.phase.eager or outside[EAGER]
 
     def _keep_copy(self, trainer: pl.Trainer) -> None:
-        """Keep a copy of this process's part of the fit's state in memory, at the start of each batch from the second
-        batch on. Collective.
+        """Keep a copy of this process's part of the fit's state in memory, if a copy is due at the start of this batch, or
+        if an epoch starts. The first batch of a fit does not have a copy. Collective.
 
         A batch that continues an accumulation, or that begins with a new parameter group, does not have a copy.
 
@@ -364,6 +362,9 @@ class SavingStrategy(EvaluatingStrategy):
         )
         # The run may be unable to lose one more process.
         if continues or added or self._watch is None or self._watch.replaces is None:
+            return
+        # A fit that continues from a copy does not repeat an epoch's end, which saves files.
+        if not copies.is_due(batches.total.ready) and batches.current.ready:
             return
         sharding = next((x for x in self.optimizers if hasattr(x, "consolidate_state_dict")), None)
         if sharding is not None or (not isinstance(phase, Fitting) and phase.left.optimizers):
@@ -385,25 +386,24 @@ class SavingStrategy(EvaluatingStrategy):
         eager = None if captured else "it ran uncaptured when a process was lost"
         content[OUTSIDE] = spares.outside_checkpoint(trainer, gradients=not captured) | {EAGER: eager}
         content |= own_entry(seed=phase.left.seed, loaders=self._loaders.content(self._drawing))
-        ranges = self._own_ranges(phase.fit, content) if isinstance(phase, Fitting) else []
+        ranges, steady = list[TensorRange](), set[int]()  # an uncaptured step may change everything
+        if isinstance(phase, Fitting):
+            held = self._tensors_of(phase.fit)
+            ranges, steady = self._own_ranges(phase.fit, held, content), held.steady_memory
         check_values(content)
-        copies.keep(self.global_rank, content, ranges, batches.total.ready, self._steady_memory())
+        copies.keep(self.global_rank, content, ranges, batches.total.ready, steady)
         if captured and self.is_global_zero:
             assert self._spares is not None
             self._spares.prepare()
 
-    def _own_ranges(self, fit: Fit, content: dict[str, Any]) -> list[TensorRange]:
+    def _own_ranges(self, fit: Fit, held: HeldTensors, content: dict[str, Any]) -> list[TensorRange]:
         """Return the ranges that this process copies into memory. Add to the content the names of tensors that the
         module's state dict does not have."""
         tensor_map = fit.ownership.tensor_map
-        if self._copied[0] is not tensor_map.holder_groups:
-            names = written_by(self.global_rank, fit.ownership.params.keys(), tensor_map)
-            self._copied = tensor_map.holder_groups, names
         saved = {tensor_map.canonical.get(name, name) for name in content["state_dict"]}
         content[BESIDE] = [name for name in tensor_map.specs if name not in saved]
-        names = self._copied[1]
-        copies = [] if self._averages is None else self._averages.ranges(referenced(content), names)
-        return own_ranges(fit.ownership, fit.optimizer, names) + copies
+        copies = [] if self._averages is None else self._averages.ranges(content, held.written)
+        return held.ranges + copies
 
     def _rounds_entry(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the state of local SGD for a checkpoint, complete on rank 0. It has the anchor and the outer

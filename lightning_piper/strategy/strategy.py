@@ -526,7 +526,7 @@ class PiperStrategy(SavingStrategy):
         if isinstance(phase, Starting) and not self._failed:
             self._end_without_updates(phase)
         self._end_run()
-        self._restored = Restored()
+        self._restored, self._held = Restored(), None
         if self._averages is not None:
             self._averages.release()
         assert self.accelerator is not None and self.cluster_environment is not None

@@ -27,6 +27,7 @@ class Rank:
         elements = torch.full((held,), float(10 * number + self.rank), dtype=torch.float64)
         start = self.rank * SIZE // 2
         part = TensorRange(KEY, (SIZE,), start, start + held, elements)
+        self.copies.is_due(number)
         self.copies.keep(self.rank, {"batch": torch.tensor(number), "rank": self.rank}, [part], number, ())
         self.copies.wait()
         elements.zero_()
@@ -61,8 +62,9 @@ def test_all_processes_read_the_copies_that_all_of_them_have(ranks):
     ranks[0].keep(4)
     assert [rank.copies.number for rank in ranks] == [3, 3]
     assert [rank.taken() for rank in ranks] == [(3, 0, wanted(3)), (3, 1, wanted(3))]
-    ranks[0].keep(4)
-    ranks[1].keep(4)
+    for rank in ranks:
+        rank.copies.continue_on([0, 1])
+        rank.keep(4)
     assert [rank.taken() for rank in ranks] == [(4, 0, wanted(4)), (4, 1, wanted(4))]
 
 
@@ -81,7 +83,7 @@ def test_a_copy_that_a_process_has_begun_is_not_read(ranks):
         for rank in ranks:
             rank.keep(number)
     older = min(ranks[1].copies._of_ranks[1], key=lambda copy: copy.number)
-    older.write({"batch": torch.tensor(9), "rank": 1}, [], ())
+    older.write({"batch": torch.tensor(9), "rank": 1}, [], (), 1)
     assert ranks[0].taken() == (2, 0, wanted(2))
 
 
@@ -95,6 +97,25 @@ def test_a_process_keeps_the_older_copy_until_all_have_the_newer_one(ranks):
     assert ranks[1].taken() == (1, 1, wanted(1))
     ranks[1].keep(2)
     ranks[0].keep(3)
+
+
+def test_rank_0_decides_when_all_processes_make_copies(ranks):
+    for rank, interval in zip(ranks, (5, 7), strict=True):
+        rank.copies._interval = lambda number, interval=interval: interval
+    for number in (1, 2):  # the first copy says how many batches are between the second and the third
+        for rank in ranks:
+            rank.keep(number)
+    for rank in ranks:
+        assert not rank.copies.is_due(6) and rank.copies.is_due(7)
+        rank.copies.continue_on([0, 1])
+        assert rank.copies.is_due(1), "after a loss, the next copy is due at once"
+
+
+@pytest.mark.parametrize("seconds, batches", [(0.01, 1), (0.03, 1), (0.6, 20), (0.61, 21)])
+def test_copies_take_a_share_of_the_time(ranks, seconds, batches):
+    copies = ranks[0].copies
+    copies._begun, copies._checked, copies._seconds = (3, 100.0), 110.0, seconds
+    assert copies._interval(13) == batches, "a batch takes a second"
 
 
 def test_elements_without_a_copy_are_an_error(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import lightning_piper as piper
 from lightning_piper.checkpoint.sharded_checkpoint import open_checkpoint, save
 from lightning_piper.checkpoint.state import (
+    HeldTensors,
     Loading,
     module_state,
     optimizer_state,
@@ -29,6 +31,14 @@ from tests.strategy.models import make
 from tests.strategy.scenarios import equal
 from tests.strategy.sharded import dp2
 
+CHANGES: dict[str, Callable[[nn.Parameter, dict[str, Any]], object]] = {
+    "other memory": lambda p, state: setattr(p, "data", p.data.clone()),
+    "a new state": lambda p, state: state.update(exp_avg=state["exp_avg"].clone()),
+    "exchanged states": lambda p, state: state.update(
+        exp_avg=state["exp_avg_sq"], exp_avg_sq=state["exp_avg"]
+    ),
+    "no entry": lambda p, state: state.clear(),
+}
 ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -96,3 +106,43 @@ def test_references_stand_for_tensors_wherever_they_are():
     found = resolved(content, {"x": torch.ones(2), "y": torch.zeros(1)})
     assert torch.equal(found["a"], torch.ones(2)) and torch.equal(found["b"][1]["c"], torch.zeros(1))
     assert found["d"] == {"lightning_piper.tensor": "x", "more": 1}, "a dict with more in it is the user's"
+
+
+def held() -> tuple[HeldTensors, nn.Parameter, dict[str, Any]]:
+    """Return the tensors of a process that has two replicas, a parameter, and the optimizer's state of it."""
+    one = Held(dp2(3), seed=1, steps=1)
+    p = next(iter(one.own.owned_params.values()))
+    return HeldTensors(0, one.own, one.optimizer), p, one.optimizer.optimizer.state[p]
+
+
+def contents(tensors: HeldTensors) -> dict[str, list[float]]:
+    tensors.look()
+    return {x.key: x.tensor.tolist() for x in tensors.ranges}
+
+
+def test_ranges_follow_changed_values_without_being_made_again():
+    tensors, p, _ = held()
+    before, ranges, memory = contents(tensors), tensors.ranges, tensors.steady_memory
+    p.data.add_(1.0)
+    assert contents(tensors) != before
+    assert tensors.ranges is ranges and tensors.steady_memory == memory
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_ranges_are_made_again(change):
+    tensors, p, state = held()
+    tensors.look()
+    ranges = tensors.ranges
+    CHANGES[change](p, state)
+    p.data.add_(1.0)
+    again = HeldTensors(0, tensors._ownership, tensors._optimizer)
+    assert contents(tensors) == contents(again) and tensors.steady_memory == again.steady_memory
+    assert tensors.ranges is not ranges
+
+
+def test_elements_with_gaps_are_copied_at_each_look():
+    tensors, p, _ = held()
+    p.data = torch.stack([p.data, p.data], dim=-1)[..., 0]
+    before = contents(tensors)
+    p.data.add_(1.0)
+    assert contents(tensors) != before

@@ -38,6 +38,7 @@ TRAININGS = (
     ("uncaptured", 3),
     ("manual", 3),
     ("averages converted", 3),
+    ("rare copies", 3),
     ("replicas divided", 3),
     ("stages of replicas divided", 4),
     ("sequences", 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics import MeanMetric
 
 import lightning_piper as piper
+from lightning_piper.checkpoint import memory_copy
 from lightning_piper.checkpoint.late_copies import LateCopies
 from lightning_piper.checkpoint.memory_copy import MemoryCopies, MemoryCopy
 from lightning_piper.processes.spares import SPARE, SPARES, Spares
@@ -384,7 +386,9 @@ def divide_sums() -> None:
 
 
 def become(rank: int, size: int, folder: Path) -> int:
-    """Make this process a spare if its rank is not one of `size` ranks. Return the number of spares."""
+    """Make this process a spare if its rank is not one of `size` ranks. Make copies before each batch, however long they
+    take. Return the number of spares."""
+    memory_copy.SHARE = math.inf
     spares = int(os.environ["WORLD_SIZE"]) - size
     Path(folder, f"number {rank}").write_text(str(os.getpid()))
     os.environ[SPARES] = str(spares)
@@ -437,6 +441,8 @@ def train(
         losses: Losses in place of a moment, of ranks and spares that have taken their ranks.
     """
     spares = become(rank, size, folder)
+    if kind == "rare copies":
+        memory_copy.SHARE = 1e-9
     if kind == "saved again":
         outside_checkpoint.__globals__["SAVED"] = ()
     without(kind)

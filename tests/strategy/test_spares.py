@@ -17,6 +17,7 @@ from tests.strategy import series, spared_by_torchrun
 from tests.strategy.scenarios import equal, popen
 from tests.strategy.spared import (
     ALONG_AXES,
+    LOST_IN,
     MOMENTS,
     RESULTS,
     WARM,
@@ -57,6 +58,13 @@ def wanted(tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_spare_replaces_a_lost_process(moment, wanted, tmp_path):
     check(lose(tmp_path, 2, moment), wanted)
+
+
+@pytest.mark.parametrize("moment", ["forward", "validation"])
+def test_batches_since_the_last_copy_run_again(moment, wanted, tmp_path):
+    ends = lose(tmp_path, 2, moment, "rare copies")
+    check(ends, wanted)
+    assert f"before batch {LOST_IN - 1}" in ends[0].result["told"][0], "the first batch of the epoch"
 
 
 def test_a_changed_copy_changes_the_result(wanted, tmp_path):
