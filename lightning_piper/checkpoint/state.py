@@ -171,26 +171,21 @@ class HeldTensors:
 
     def __init__(self, rank: int, ownership: Ownership, optimizer: ShardedOptimizer) -> None:
         self._rank, self._ownership, self._optimizer = rank, ownership, optimizer
-        self._seen: list[Any] = []  # the tensors, and the other values of the states
-        self._where: list[Any] = []  # for each tensor its name, address and shape
-        self._written: tuple[object, set[str]] = (
-            None,
-            set(),
-        )  # a distribution, and the value of `written` for it
+        self._seen: list[torch.Tensor] = []
+        self._where: list[tuple[str, int, torch.Size]] = []  # name, address and shape of each of them
+        # A distribution, and the value of `written` for it.
+        self._written: tuple[object, set[str]] = None, set()
         self._ranges: list[TensorRange] | None = None
         self._updated = set[int]()  # addresses of the memory of parameters and states
 
     def look(self) -> None:
         """Find out whether a tensor is new, or lies in other memory than before."""
         params, states = self._ownership.owned_params, self._optimizer.optimizer.state
-        held = [*params.items(), *self._ownership.owned_buffers.items()]
-        held += [(key, x) for p, state in states.items() for key, x in (("", p), *state.items())]
+        named = [*params.items(), *self._ownership.owned_buffers.items()]
+        named += [(key, x) for p, state in states.items() for key, x in (("", p), *state.items())]
+        held = [(name, x) for name, x in named if isinstance(x, torch.Tensor)]
         seen = [x for _, x in held]
-        where = [
-            (name, x.data_ptr(), x.shape)
-            for name, x in held
-            if isinstance(x, torch.Tensor) and x.layout == torch.strided
-        ]
+        where = [(name, x.data_ptr(), x.shape) for name, x in held if x.layout == torch.strided]
         if len(seen) != len(self._seen) or where != self._where or not all(map(is_, seen, self._seen)):
             self._seen, self._where, self._ranges = seen, where, None
             self._updated = memory_of(chain(params.values(), *(state.values() for state in states.values())))
@@ -215,7 +210,7 @@ class HeldTensors:
         names = self.written
         if self._ranges is None:
             found = own_ranges(self._ownership, self._optimizer, names)
-            memory = {x.untyped_storage().data_ptr() for x in self._seen if isinstance(x, torch.Tensor)}
+            memory = {x.untyped_storage().data_ptr() for x in self._seen if x.layout == torch.strided}
             # To have one dimension, the elements of some tensors must be copied.
             if any(x.tensor.untyped_storage().data_ptr() not in memory for x in found):
                 return found

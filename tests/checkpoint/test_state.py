@@ -121,9 +121,11 @@ def contents(tensors: HeldTensors) -> dict[str, list[float]]:
 
 
 def test_ranges_follow_changed_values_without_being_made_again():
-    tensors, p, _ = held()
+    tensors, p, state = held()
+    state["own"] = 1000
     before, ranges, memory = contents(tensors), tensors.ranges, tensors.steady_memory
     p.data.add_(1.0)
+    state["own"] += 1
     assert contents(tensors) != before
     assert tensors.ranges is ranges and tensors.steady_memory == memory
 
