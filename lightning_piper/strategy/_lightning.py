@@ -432,6 +432,21 @@ def draws_ahead(trainer: pl.Trainer) -> bool:
     return getattr(fetcher, "prefetch_batches", 0) > 0 and fetcher.length is None
 
 
+def continue_epoch(trainer: pl.Trainer) -> None:
+    """Let a fit that resumes continue the epoch of the checkpoint. Call it before the fit begins its first epoch.
+
+    If an earlier fit resumed from a checkpoint of an epoch's last batch, Lightning counted the next epoch as ended
+    while it ran. A fit that resumes in the middle of that epoch would begin the epoch again.
+    """
+    epochs = trainer.fit_loop.epoch_progress
+    if epochs.current.ready > epochs.current.processed:
+        return
+    for counts in (epochs.current, epochs.total):
+        counts.ready += 1
+        counts.started += 1
+    trainer.fit_loop.restarting = True
+
+
 def begin_next_epoch(trainer: pl.Trainer) -> None:
     """Count the batches of the next epoch from 0, if the fit resumes from a checkpoint that was saved after the
     last batch of an epoch, before the epoch's end. Call it in `on_train_start`.

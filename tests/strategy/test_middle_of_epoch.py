@@ -260,3 +260,17 @@ class Wrapping(DataLoader):
 def test_a_loader_whose_batches_are_not_counted_says_so(tmp_path):
     with pytest.warns(UserWarning, match=r"Wrapping, which has its own __iter__\. .*PIPER-W029"):
         fit(How(), lambda: Wrapping(Numbers(LENGTH), batch_size=2), tmp_path, stop=4)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, S])
+def test_an_epoch_that_begins_with_a_resumed_fit_is_resumed_in_its_middle(kind, tmp_path):
+    """Lightning counts the epoch after a checkpoint of a last batch as ended while it runs."""
+    how, path, fits = How(2, kind=kind), None, []
+    for number, stop in enumerate((12, 3, 4, None)):
+        folder = tmp_path / str(number)
+        fits.append(together(how, LENGTH, folder, stop, path, epochs=3))
+        path = fits[-1][0].path
+    assert sorted(itertools.chain(*(samples(each, 1) for each in fits))) == list(range(LENGTH))
+    assert samples(fits[-1], 2) == list(range(LENGTH))
+    indices = [each[0].module.indices for each in fits]
+    assert indices == [[*range(12)], [0, 1, 2], [3, 4, 5, 6], [*range(7, 12), *range(12)]]

@@ -161,6 +161,8 @@ class Loaders:
         """Continue the epoch of the checkpoint, whose batches are counted in batches of this fit's size."""
         assert self._content is not None
         content, counts = self._content, trainer.fit_loop.epoch_loop.batch_progress
+        if content["running"]:
+            _lightning.continue_epoch(trainer)
         current: Any = counts.current
         total: Any = counts.total
         states = [
