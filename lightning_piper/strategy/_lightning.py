@@ -439,9 +439,11 @@ def continue_epoch(trainer: pl.Trainer) -> None:
     while it ran. A fit that resumes in the middle of that epoch would begin the epoch again.
     """
     epochs = trainer.fit_loop.epoch_progress
-    if epochs.current.ready > epochs.current.processed:
+    current: Any = epochs.current
+    total: Any = epochs.total
+    if current.ready > current.processed:
         return
-    for counts in (epochs.current, epochs.total):
+    for counts in (current, total):
         counts.ready += 1
         counts.started += 1
     trainer.fit_loop.restarting = True
