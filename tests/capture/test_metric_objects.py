@@ -15,6 +15,9 @@ from lightning_piper.capture import capture, flatten
 from lightning_piper.capture.metrics.metric_objects import metric_objects
 from lightning_piper.capture.metrics.sample_dicts import stack_dicts
 from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
+from lightning_piper.capture.proxies.numbers import NumberInputs
+from lightning_piper.capture.python_state.state_locations import Guards
+from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import Place, Split
 from lightning_piper.errors import CaptureError, VerificationError
@@ -316,6 +319,13 @@ def test_what_is_a_metric_object():
     module = Net()
     module.running, module.other = Running(), nn.ModuleDict()
     assert list(metric_objects(module)) == ["acc", "mean", "some", "some.acc", "some.f1"]
+
+
+def test_states_of_metric_objects_in_a_dict_are_not_watched():
+    module = Net()
+    module.by_name = {"mean": module.mean, "other": (other := nn.Identity())}
+    watched = StateRecorder(module, Guards(), NumberInputs()).objects
+    assert id(other) in watched and id(module.mean) not in watched
 
 
 class Returned(Net):

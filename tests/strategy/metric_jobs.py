@@ -153,6 +153,7 @@ class Net(L.LightningModule):
         self.metrics = nn.ModuleDict({step: Metrics() for step in ("fit", "validate", "test")})
         self.tracked, self.fresh = MetricTracker(MeanMetric(), maximize=False), MeanMetric()
         self.listed = [SumMetric()]  # not a submodule
+        self.by_step = {step: each.f1 for step, each in self.metrics.items()}  # submodules in a plain dict
         self.seen: list[Any] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +170,7 @@ class Net(L.LightningModule):
             loss = F.cross_entropy(out, y)
         acc = m.acc(out, y)
         self.log("acc", acc, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(y))
-        m.f1.update(out, y)
+        self.by_step[step].update(out, y)
         self.log("f1", m.f1, on_epoch=True, batch_size=len(y))
         m.auroc(out.softmax(-1), y)
         self.log("auroc", m.auroc, on_step=True, on_epoch=True)

@@ -94,11 +94,10 @@ class StateRecorder:
         self._classes: set[type] = set()  # classes whose descriptors were visited
         # (id of an object, name of an attribute that has its guards)
         self._noted: set[tuple[int, str]] = set()
-        # The trace does not run the code of metric objects.
-        inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
+        # The trace does not run the code of metric objects. Their states differ between processes.
+        self._metrics = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
         for path, part in module.named_modules():
-            if id(part) not in inside:
-                self._find(part, f"self.{path}" if path else "self")
+            self._find(part, f"self.{path}" if path else "self")
         self._module, self._kind = module, type(module)
         self._thread = threading.get_ident()
         self._active = False
@@ -137,6 +136,7 @@ class StateRecorder:
             if (
                 isinstance(value, (*VALUES, torch.Tensor, type, types.ModuleType))
                 or id(value) in self.objects
+                or id(value) in self._metrics
             ):
                 continue
             if isinstance(value, Mapping):
