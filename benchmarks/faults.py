@@ -63,15 +63,16 @@ def main(count: int, seed: int, behind: bool) -> int:
 
 
 def with_spares(series: Any, losses_each: int, count: int, seed: int) -> int:
-    chance, wanted, all_lost, all_wrong = random.Random(seed), dict[str, Any](), 0, 0
+    chance, wanted, all_lost, all_wrong = random.Random(seed), dict[tuple[str, int], Any](), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         for i in range(count):
             kind, size = series.TRAININGS[i % len(series.TRAININGS)]
-            if kind not in wanted:
-                wanted[kind] = series.undisturbed(Path(folder, "undisturbed", kind), kind, size)
+            if (kind, size) not in wanted:
+                path = Path(folder, "undisturbed", f"{kind} {size}")
+                wanted[kind, size] = series.undisturbed(path, kind, size)
             began = time.monotonic()
             losses = series.draw(kind, size, losses_each, chance)
-            lost, wrong = series.suffer(Path(folder, str(i)), kind, size, losses, wanted[kind])
+            lost, wrong = series.suffer(Path(folder, str(i)), kind, size, losses, wanted[kind, size])
             all_lost, all_wrong = all_lost + lost, all_wrong + bool(wrong)
             taken = time.monotonic() - began
             print(f"{i}: {kind}, {size} processes: {lost} lost ({taken:.0f} s)", flush=True)
