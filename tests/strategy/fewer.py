@@ -66,7 +66,7 @@ class Counted(L.LightningModule):
         self.log("validated", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        self.log("sorted", self.all.compute().sort().values[7])
+        self.log("sorted", self.all.compute().sort().values[:8][-1])  # fewer in a fit that resumes
         self.all.reset()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
