@@ -103,9 +103,11 @@ class Spares:
 
     @contextlib.contextmanager
     def connecting(self, others: Sequence[Popen[Any]]) -> Iterator[None]:
-        """On rank 0, break connections inside of this context if one of the other processes ends, so that no process
-        waits for it. While `generation` is 0, Lightning's observer ends the run instead."""
-        if not self._is_rank_zero or not self.generation:
+        """Inside of this context, break connections if the processes cannot connect, so that none waits for another.
+        Rank 0 breaks its connections if one of the other processes ends. Each process breaks its connections after an
+        error. Its groups may stay open, and another process would wait for it. While `generation` is 0, Lightning's
+        observer ends the run instead."""
+        if not self.generation:
             yield
             return
         over = threading.Event()
@@ -116,12 +118,17 @@ class Spares:
                     break_connections()
 
         watching = threading.Thread(target=look, name="piper-spares-watch", daemon=True)
-        watching.start()
+        if self._is_rank_zero:
+            watching.start()
         try:
             yield
+        except Exception:
+            break_connections()
+            raise
         finally:
             over.set()
-            watching.join()
+            if self._is_rank_zero:
+                watching.join()
 
     def prepare(self) -> None:
         """Tell the spares to prepare themselves, because the other processes have captured the step. Rank 0 does this
