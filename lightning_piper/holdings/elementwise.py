@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_piper.holdings.optimizer_trial import (
-    SCENARIOS,
     ParameterKind,
     TrialResult,
     kinds_of,
     remade,
     run,
+    scenarios_for,
 )
 
 __all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", "sees_others", "state_keys"]
@@ -113,7 +113,8 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
     """
     kinds = kinds_of(chosen)
     keys = StateKeys()
-    for scenario in SCENARIOS[-1:] if type(optimizer) in _KNOWN else SCENARIOS:
+    scenarios = scenarios_for(optimizer)
+    for scenario in scenarios[-1:] if type(optimizer) in _KNOWN else scenarios:
         try:
             whole = run(optimizer, kinds, scenario, device)
         except Exception as error:
@@ -239,9 +240,9 @@ def _sees_others(
     optimizer: Optimizer, kinds: Sequence[ParameterKind], device: torch.device, dtype: torch.dtype
 ) -> str:
     """Do the work of `sees_others` in one dtype."""
-    for scenario in SCENARIOS:
+    for number, scenario in enumerate(scenarios_for(optimizer)):
         together = run(optimizer, kinds, scenario, device, dtype=dtype)
-        if scenario is SCENARIOS[0]:
+        if number == 0:
             again = run(optimizer, kinds, scenario, device, together.before, together.grads, seed=1)
             if any(not torch.equal(x, again.params[i]) for i, x in together.params.items()):
                 return (
@@ -278,7 +279,7 @@ def goes_in_parts(
     kinds = kinds_of(chosen) * 2
     in_parts = {"early": True} if early else {"apart": True}
     try:
-        for scenario in SCENARIOS:
+        for scenario in scenarios_for(optimizer):
             whole = run(optimizer, kinds, scenario, device, dtype=torch.float32)
             parts = run(
                 optimizer, kinds, scenario, device, whole.before, whole.grads, dtype=torch.float32, **in_parts

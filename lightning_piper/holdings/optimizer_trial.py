@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,18 @@ SCENARIOS = (
     GradientScenario("at right angles to it", 3, 1.0, (1.0,), orthogonal=True),
     GradientScenario("that are zero in one shard", 3, 1.0, (1.0,), gap=True),
 )
+
+
+REACH = 100  # the largest setting that a trial takes for a number of steps
+
+
+def scenarios_for(optimizer: Optimizer) -> tuple[GradientScenario, ...]:
+    """Return the scenarios of an optimizer's trials. An optimizer may work in another way after as many steps as one of
+    its settings says, such as `warmup_steps=16`. The first scenario reaches such steps."""
+    settings = (optimizer.defaults, *optimizer.param_groups, vars(optimizer))
+    numbers = [x for each in settings for x in each.values() if type(x) is int and x <= REACH]
+    first, *others = SCENARIOS
+    return replace(first, steps=max(first.steps, max(numbers, default=0) + 2)), *others
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ NORMED = {
     "long steps cut": own.Bounded,
     "short steps lifted": own.Lifted,
     "after the tenth step": own.WarmedUp,
+    "after the steps of a setting": own.WarmedUpFor,
     "nothing without a gradient": own.Skipping,
     "large matrices factored": own.Factored,
 }
@@ -113,6 +114,11 @@ def test_whole_parameters(name):
     kind, options, words = BAD[name]
     with pytest.raises(NotElementwise, match=words):
         keys_of(made(kind, options))
+
+
+def test_a_trial_does_not_reach_settings_above_its_limit():
+    """Negative control: docs/limits.md says so."""
+    keys_of(made(own.WarmedUpFor, {"warmup_steps": 101}))
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="newer torch")

@@ -188,6 +188,17 @@ class WarmedUp(Ruled):
         return grad / grad.norm() if state["step"] > 10 else grad
 
 
+class WarmedUpFor(WarmedUp):
+    """Steps of bounded length after as many steps as a setting says."""
+
+    def __init__(self, params: Any, warmup_steps: int = 60) -> None:
+        super().__init__(params)
+        self.warmup_steps = warmup_steps
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad / grad.norm() if state["step"] > self.warmup_steps else grad
+
+
 class Skipping(Ruled):
     """Momentum that rests where there is no gradient, as of rows of an embedding that no token needed."""
 
