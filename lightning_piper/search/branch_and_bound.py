@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
-from operator import length_hint
+from operator import add, length_hint
 
 from lightning_piper.common.garbage_collection import uncollected
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
@@ -117,6 +117,8 @@ class Search:
             self._branch(bound, branch)
             if self.progress:
                 self.progress(self.evaluated, float(bound), float(self.value))
+        if self._left < 0:  # the best candidate may have a better neighbor
+            self._refine(far=True)
         # The bounds of these branches exclude them, or the budget did not suffice for them.
         for bound, _, _, branch in self._heap:
             self.lowest = min(self.lowest, bound)
@@ -197,31 +199,33 @@ class Search:
             found = heapq.nsmallest(BEGIN, found + more)
         return found
 
-    def _refine(self) -> None:
+    def _refine(self, far: bool = False) -> None:
         """Try the neighbors of the best candidates, and move to each neighbor that is better.
 
-        A neighbor differs in one of these ways: one boundary is moved by a block. Some or all stages have a
-        different level. One stage less recomputes or offloads. Or one stage offloads instead of recomputing,
+        A neighbor differs in one of these ways: one boundary is moved by a block. Some or all stages have a different
+        level. One stage less recomputes or offloads. Or one stage offloads instead of recomputing,
         or recomputes instead of offloading.
         With different levels, a further neighbor recomputes and offloads only as many stages as necessary.
+        With `far`, try the neighbors of the best candidate alone. Then a neighbor may also differ in all boundaries
+        between two stages: the stage with the least work gets a block of the other one.
         """
-        for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
+        for _, candidate in heapq.nsmallest(1 if far else REFINED, self.tried.values()):
             left = NEIGHBORS
-            beside = self._beside(candidate)
+            beside = self._beside(candidate, far)
             while left and (other := next(beside, None)) is not None:
                 left -= 1
                 before = self._value_of(candidate)
                 if self._bound(other) < before and self._fits(other):
                     self._improve(other)
                     if self._value_of(other) < before:
-                        candidate, beside = other, self._beside(other)
+                        candidate, beside = other, self._beside(other, far)
 
     def _value_of(self, candidate: Candidate) -> Number:
         """Return the best objective of the tried candidates that differ from this candidate at most in their
         cuts. There must be one."""
         return self.tried[candidate[:4]][0]
 
-    def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _beside(self, candidate: Candidate, far: bool) -> Iterator[Candidate]:
         """Yield the neighbors of a candidate; see `_refine`."""
         layout, levels, again, away, cuts = candidate
         for other in (own for own in self._other_levels(layout, levels) if shards_some(layout, own)):
@@ -231,6 +235,13 @@ class Search:
             if again + more >= 0 and away + further >= 0:
                 yield candidate._replace(recomputed=again + more, offloaded=away + further)
         edges = (0, *cuts, len(self.space.workload.blocks))
+        if far:
+            forward = self.model.costs(layout).forward
+            least = min(range(layout.stages), key=lambda s: forward[edges[s + 1]] - forward[edges[s]])
+            for giver in reversed(range(layout.stages)):
+                if giver != least and edges[giver + 1] - edges[giver] > 1:
+                    moved = [(least < s <= giver) - (giver < s <= least) for s in range(1, layout.stages)]
+                    yield candidate._replace(cuts=tuple(map(add, cuts, moved)))
         for s in range(1, layout.stages):
             for block in (edges[s] - 1, edges[s] + 1):
                 if edges[s - 1] < block < edges[s + 1]:

@@ -226,6 +226,20 @@ def test_a_stage_bound_grows_with_the_stage(seed: int) -> None:
                     )
 
 
+@pytest.mark.parametrize("seed", [198])
+def test_the_stage_with_the_least_work_may_get_a_block_of_any_stage(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time() -> Number:
+        best = Search(problem(seed, blocks=9), False, 0, 1, None).run(table=False)
+        assert best is not None
+        return best.estimate.time
+
+    better, own = time(), Search._beside
+    monkeypatch.setattr(Search, "_beside", lambda self, candidate, far: own(self, candidate, False))
+    assert better < time()
+
+
 def chain(blocks: int = 6, samples: int = 8, params: int = 10) -> Workload:
     work = {(1, 1): Work(Fraction(1), Fraction(1), Fraction(1), Fraction(4), Fraction(2), Fraction(1))}
     return Workload(tuple(Block(f"{k}", work, {f"{k}": params}) for k in range(blocks)), samples, 2)
