@@ -161,12 +161,26 @@ class Measured(Branch):
         found = super().training_step(batch, batch_idx)
         self.mean(batch[0][:, 0] > 0)
         self.both.update(batch[1].round())
+        torchmetrics.MeanMetric().update(batch[1])  # only the step itself sees this one
         return found
 
     def on_train_epoch_end(self) -> None:
         if self.mean.update_called:
             self.found += [float(self.mean.compute()), float(self.both.compute()["SumMetric"])]
         self.mean.reset()
+
+
+class Listed(Branch):
+    """The uncaptured part updates a metric object that is not a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = [torchmetrics.MeanMetric()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.listed[0].update(found["loss"])
+        return found
 
 
 KINDS: dict[str, type[Branch]] = {
@@ -294,4 +308,8 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
         )
         seen = {name: x.item() for name, x in trainer.callback_metrics.items()}
         outcome[name] = {"values": module.state_dict(), "seen": seen, "held": max(held)}
+    try:
+        fit(Listed().double(), piper.PiperStrategy(program("Branch")), devices=2)
+    except piper.PiperError as error:
+        outcome["listed"] = str(error)
     return outcome

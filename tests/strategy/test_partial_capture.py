@@ -28,6 +28,7 @@ from tests.strategy.partial_capture import (
     LIMIT,
     Body,
     Branch,
+    Listed,
     Measured,
     Named,
     data,
@@ -495,6 +496,18 @@ def test_metric_objects_that_the_rest_updates_are_computed_by_all(ranks):
     for rank in ranks:
         assert rank["measured"][:-1] == alone.found and len(set(alone.found)) == 3
         assert rank["measured"][-1] == alone.found[-1]  # computed after the fit
+
+
+def test_metric_objects_outside_of_the_module_are_refused(ranks):
+    for rank in ranks:
+        assert "training_step updates a MeanMetric, which is not a submodule" in rank["listed"]
+
+
+@pytest.mark.filterwarnings("ignore:training_step is captured in part")
+def test_in_one_process_metric_objects_outside_of_the_module_are_updated():
+    module = Listed().double()
+    fit(module, local(program("Branch")))
+    assert module.listed[0].update_count == 2 * 3 * 4
 
 
 def test_shards_of_parameters_over_processes(ranks):

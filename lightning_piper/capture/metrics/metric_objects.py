@@ -16,15 +16,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.fx import Node
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from lightning_piper.capture.metrics.sample_dicts import stack_dicts
 from lightning_piper.capture.proxies.batch import flatten
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.proxies.proxy_classes import STANDS_FOR
-from lightning_piper.common.limits import shown
+from lightning_piper.capture.user_code.replaced_attribute import checked_calls
+from lightning_piper.common.limits import kind_of, shown
 from lightning_piper.common.user_lines import user_line
-from lightning_piper.errors import CaptureError
+from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.ir.metric_calls import Later, MetricCall, MetricCalls, MetricLog, MetricResult
 from lightning_piper.ir.regions import Output
 from lightning_piper.ir.values import Kind
@@ -266,6 +267,27 @@ def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any],
             vars(collection).update(before)
 
     return way
+
+
+def foreign_updates_refused(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a context for code of a step that runs only in some processes. In it, an update of a metric object of
+    torchmetrics raises a `PiperError` if the object is neither a submodule nor made by this code, because hooks of the
+    other processes would see no update."""
+    known = [*module.modules()]
+
+    def check(metric: Metric, name: str, value: Any) -> None:
+        if name != "_update_count":
+            return
+        if name not in vars(metric):  # the constructor sets the count for the first time
+            known.append(metric)
+        elif value and not any(metric is each for each in known):
+            raise PiperError(
+                f"{user_line()}: training_step updates {kind_of(metric)}, which is not a submodule, in code that runs only "
+                "in the processes of one stage. Hooks of the other processes would see no update. Keep the metric object "
+                "as an attribute of the module (self.acc = ...), or in an nn.ModuleList or nn.ModuleDict [PIPER-C022]"
+            )
+
+    return checked_calls(Metric, "__setattr__", check)
 
 
 def uncopied(node: Node) -> Node:

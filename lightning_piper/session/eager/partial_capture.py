@@ -17,6 +17,7 @@ from torch import nn
 from lightning_piper.capture import BatchSpec, History, PartlyCaptured
 from lightning_piper.capture.eager.eager_reference import merged
 from lightning_piper.capture.eager.eager_remainder import RemainderLog
+from lightning_piper.capture.metrics.metric_objects import foreign_updates_refused
 from lightning_piper.capture.tracing.recorded_logs import library_method
 from lightning_piper.capture.tracing.step_trace import REDUCTIONS, shown_function
 from lightning_piper.common.containers import container_like
@@ -120,10 +121,12 @@ class InPart:
             PiperError: A parameter does not have a gradient.
         """
         remainder, world = step.remainder, self._world
+        alone = self._settings.local or world.size == 1
+        foreign = _NOTHING if alone or remainder.everywhere else foreign_updates_refused(self._module)
         self.before()
         remainder.begin()
         try:
-            with self._objects.local_values():
+            with self._objects.local_values(), foreign:
                 yield
         except ExecutionError as error:
             if remainder.failure is None:
@@ -131,7 +134,7 @@ class InPart:
             remainder.failure.add_note(str(error).partition(" failed: ")[0])
             raise remainder.failure from None
         own = remainder.logs, remainder.used, remainder.extras, remainder.updated
-        found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
+        found = [own] if alone else world.gather(on_host(own))
         if unused := sorted(
             set(remainder.trained) - remainder.captured.union(*(used for _, used, _, _ in found))
         ):
