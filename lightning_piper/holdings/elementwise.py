@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_piper.holdings.optimizer_trial import (
+    KNOWN,
     ParameterKind,
     TrialResult,
-    kinds_of,
+    kinds_to_try,
     remade,
     run,
     scenarios_for,
@@ -32,12 +34,6 @@ __all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", 
 # The same kernels may round an element differently at the end of a longer vector. If an optimizer uses a
 # norm, an element changes by more than a tenth.
 RTOL, ATOL = 1e-9, 1e-12
-# Torch's optimizers that treat each element independently. A short trial finds the keys of their states.
-_KNOWN = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
-    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD,
-    torch.optim.Rprop,
-)  # fmt: skip
 # Tolerance in float32. It is small enough because whole parameters run through the same kernels.
 SINGLE = 1e-4
 
@@ -111,10 +107,11 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
             element of only some parameters.
         Untried: A copy of the optimizer cannot run on whole parameters, or not on shards.
     """
-    kinds = kinds_of(chosen)
     keys = StateKeys()
     scenarios = scenarios_for(optimizer)
-    for scenario in scenarios[-1:] if type(optimizer) in _KNOWN else scenarios:
+    if type(optimizer) in KNOWN:  # a short trial finds the keys of its states
+        scenarios = scenarios[-1:]
+    for kinds, scenario in product(kinds_to_try(optimizer, chosen), scenarios):
         try:
             whole = run(optimizer, kinds, scenario, device)
         except Exception as error:
@@ -230,7 +227,10 @@ def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device
     failure: Exception | None = None
     for dtype in (torch.float64, torch.float32):  # some optimizers support only float32
         try:
-            return _sees_others(optimizer, kinds_of(chosen) * 2, device, dtype)
+            for kinds in kinds_to_try(optimizer, chosen):
+                if found := _sees_others(optimizer, kinds * 2, device, dtype):
+                    return found
+            return ""
         except Exception as error:
             failure = failure or error
     raise Untried(f"with {type(failure).__name__}: {failure}") from failure
@@ -276,13 +276,13 @@ def goes_in_parts(
         device: The device to run on.
         early: Whether the steps for each parameter are computed before they are applied (`compute_updates`).
     """
-    kinds = kinds_of(chosen) * 2
     in_parts = {"early": True} if early else {"apart": True}
     try:
-        for scenario in scenarios_for(optimizer):
-            whole = run(optimizer, kinds, scenario, device, dtype=torch.float32)
+        for kinds, scenario in product(kinds_to_try(optimizer, chosen), scenarios_for(optimizer)):
+            twice = kinds * 2
+            whole = run(optimizer, twice, scenario, device, dtype=torch.float32)
             parts = run(
-                optimizer, kinds, scenario, device, whole.before, whole.grads, dtype=torch.float32, **in_parts
+                optimizer, twice, scenario, device, whole.before, whole.grads, dtype=torch.float32, **in_parts
             )
             if any(not torch.equal(x, parts.params[i]) for i, x in whole.params.items()):
                 return False

@@ -7,7 +7,7 @@ import collections
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.common.module_copies import finalized
 from lightning_piper.holdings.optimizer_slices import compute_updates, only, own_step
 
@@ -24,6 +25,12 @@ from lightning_piper.holdings.optimizer_slices import compute_updates, only, own
 # of elements that a large parameter keeps at least.
 SIDE, FEW, LEAST = 128, 2, 8192
 ROUNDING = 1e-12  # smaller gradients count as zero
+# Torch's optimizers that treat each element independently, whatever the shape of its parameter is.
+KNOWN = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
+    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD,
+    torch.optim.Rprop,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,24 +128,52 @@ class TrialResult:
         return _have_same_content(own, others, set())
 
 
-def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
-    """Return the kinds of the parameters that require gradients and have elements. Kinds differ in the group,
-    in the reduced shape, or in attributes set by the user (texts, numbers, None). `chosen` has the parameters
-    of each group."""
+def kinds_to_try(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]) -> Iterator[list[ParameterKind]]:
+    """Yield the kinds of the parameters that require gradients and have elements, and then, if there are any, further
+    kinds with larger shapes.
+
+    An optimizer may treat large parameters in another way (`min_dim_size_to_factor=256`). A reduced shape grows
+    until the optimizer runs the same operations on it as on the parameter.
+
+    Args:
+        optimizer: The optimizer; it is not changed.
+        chosen: For each group of the optimizer, the parameters.
+    """
+    kinds = kinds_of(chosen)
+    yield list(kinds.values())
+    if type(optimizer) in KNOWN:
+        return
+    found: dict[Any, ParameterKind] = {}
+    for (group, shape, marks), whole in kinds_of(chosen, whole=True).items():
+        small, scale = kinds[group, reduced(shape), marks], 1
+        wanted = _operations(optimizer, whole) if small.shape != shape else []
+        while small.shape != shape and _operations(optimizer, small) != wanted:
+            scale *= 2
+            small = replace(whole, shape=reduced(shape, scale))
+        if scale > 1:
+            found.setdefault((group, small.shape, marks), small)
+    if found:
+        yield list(found.values())
+
+
+def kinds_of(chosen: Sequence[Sequence[Tensor]], whole: bool = False) -> dict[Any, ParameterKind]:
+    """Return the kinds of parameters by what distinguishes them: the group, the shape, and attributes set by the user
+    (texts, numbers, None). The shapes are reduced, or with `whole`, the shapes of the parameters. `chosen` has the
+    parameters of each group."""
     found: dict[Any, ParameterKind] = {}
     for group, params in enumerate(chosen):
         for p in params:
             marks = {k: v for k, v in vars(p).items() if isinstance(v, bool | int | float | str | None)}
             if p.requires_grad and p.numel():
-                found.setdefault(
-                    (group, reduced(p.shape), repr(marks)), ParameterKind(group, p, reduced(p.shape))
-                )
-    return list(found.values())
+                shape = tuple(p.shape) if whole else reduced(p.shape)
+                found.setdefault((group, shape, repr(marks)), ParameterKind(group, p, shape))
+    return found
 
 
-def reduced(shape: Sequence[int]) -> tuple[int, ...]:
+def reduced(shape: Sequence[int], scale: int = 1) -> tuple[int, ...]:
     """Return a small shape in place of a large shape, such as (128, 128) in place of (1000, 300). Several
-    large shapes often give the same small shape. The small shape keeps every property that optimizers test.
+    large shapes often give the same small shape. The small shape keeps every property that optimizers often test.
+    With a `scale`, large shapes are reduced less.
 
     The properties are the number of dimensions, whether each of the two largest is at least 128 (smaller
     matrices may not be worth special treatment), and whether the parameter has many elements. Some optimizers
@@ -146,15 +181,43 @@ def reduced(shape: Sequence[int]) -> tuple[int, ...]:
     """
     largest = sorted(range(len(shape)), key=lambda i: -shape[i])[:2]
     sides = [
-        (d if d <= FEW else 24 if d < SIDE else SIDE) if i in largest else min(d, FEW)
+        (d if d <= FEW else 24 if d < SIDE else SIDE * scale) if i in largest else min(d, FEW * scale)
         for i, d in enumerate(shape)
     ]
     # A parameter with many elements keeps many, so its sides grow again.
-    least = min(math.prod(shape), LEAST)
+    least = min(math.prod(shape), LEAST * scale**2)
     while math.prod(sides) < least:
         i = max(range(len(shape)), key=lambda i: shape[i] / sides[i])
         sides[i] = min(shape[i], -(-least * sides[i] // math.prod(sides)))
     return tuple(min(side, d) for side, d in zip(sides, shape, strict=True))
+
+
+class _OperationNames(_torch.TorchDispatchMode):
+    """A mode that appends the name of each operation to `names`."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(optimizer: Optimizer, kind: ParameterKind) -> list[str]:
+    """Return the names of the operations of two steps on a parameter of a kind without data, and of two steps on
+    its first shard. The name of an error ends such steps, for example if the optimizer reads a value."""
+    names: list[str] = []
+    for shape in (kind.shape, (kind.cut,)):
+        p = nn.Parameter(torch.empty(shape, device="meta"))
+        with isolate_rng(), _OperationNames(names):
+            try:
+                made = _copy_for({0: p}, [kind], optimizer)
+                for _ in range(2):
+                    _step(made, [(p, torch.empty_like(p))], apart=False)
+            except Exception as error:
+                names.append(type(error).__name__)
+    return names
 
 
 def run(
@@ -192,15 +255,10 @@ def run(
     if before is None:
         before = {i: _start(kind, scenario, draw).to(device, dtype) for i, kind in enumerate(kinds)}
     params = {i: nn.Parameter(value.clone()) for i, value in before.items()}
-    for i, p in params.items():
-        vars(p).update(vars(kinds[i].like))  # attributes set by the user
-    groups = [_options(group) for group in optimizer.param_groups]
-    for number, group in enumerate(groups):
-        group["params"] = [p for i, p in params.items() if kinds[i].group == number]
     seen = []  # the gradients of each step
     with isolate_rng():
         torch.manual_seed(seed)
-        made = remade(optimizer, groups)
+        made = _copy_for(params, kinds, optimizer)
         for number in range(scenario.steps if params else 0):
             if not grads:
                 scale = scenario.scales[number % len(scenario.scales)]
@@ -222,6 +280,19 @@ def run(
         seen,
         made,
     )
+
+
+def _copy_for(
+    params: Mapping[int, nn.Parameter], kinds: Sequence[ParameterKind], optimizer: Optimizer
+) -> Optimizer:
+    """Return a new optimizer for the parameters of a trial, which get the attributes that the user has set. `params` has
+    number of the kind -> parameter."""
+    groups = [_options(group) for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
+        group["params"] = [p for i, p in params.items() if kinds[i].group == number]
+    for i, p in params.items():
+        vars(p).update(vars(kinds[i].like))
+    return remade(optimizer, groups)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,21 @@ def test_a_trial_does_not_reach_settings_above_its_limit():
     keys_of(made(own.WarmedUpFor, {"warmup_steps": 101}))
 
 
+@pytest.mark.parametrize("kind, shape", [(own.FactoredFrom, (300, 260)), (own.NormedFrom, (200_000,))])
+def test_large_parameters_are_tried_at_the_size_that_decides(kind, shape):
+    with pytest.raises(NotElementwise, match="got other values"):
+        keys_of(made(kind, {}, shapes=(shape, (5, 3))))
+
+
+@pytest.mark.parametrize(
+    "kind, shape",
+    [(own.FactoredFrom, (300, 250)), (own.NormedFrom, (49_999,)), (own.InPieces, (300, 260))],
+)
+def test_large_parameters_below_that_size_count_by_element(kind, shape):
+    """Negative control, and an optimizer with other operations for large parameters that give the same result."""
+    keys_of(made(kind, {}, shapes=(shape, (5, 3))))
+
+
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="newer torch")
 def test_matrices():
     muon = made(optim.Muon, {}, shapes=((5, 3),))

@@ -217,6 +217,33 @@ class Factored(Ruled):
         return grad / (grad.square().mean(1, keepdim=True).sqrt() if large else grad.abs()).clamp_min(1e-12)
 
 
+class FactoredFrom(Ruled):
+    """Matrices have second moments of rows alone if both sides have a minimum size."""
+
+    def __init__(self, params: Any, min_dim_size_to_factor: int = 256) -> None:
+        super().__init__(params)
+        self.least = min_dim_size_to_factor
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        large = p.ndim == 2 and min(p.shape) >= self.least
+        return grad / (grad.square().mean(1, keepdim=True).sqrt() if large else grad.abs()).clamp_min(1e-12)
+
+
+class NormedFrom(Ruled):
+    """Parameters of many elements have steps of bounded length."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return grad / grad.norm() if p.numel() >= 50_000 else grad
+
+
+class InPieces(Ruled):
+    """Large parameters are updated in pieces, as memory allows, but element by element."""
+
+    def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        pieces = grad.flatten().split(10_000)
+        return torch.cat([piece.sign() for piece in pieces]).view_as(p)
+
+
 class Chosen(Ruled):
     """Norms count where a mark on the parameter says so."""
 
