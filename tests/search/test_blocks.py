@@ -258,6 +258,44 @@ def test_a_module_that_cannot_be_copied() -> None:
     copy_of(module)
 
 
+class Hooked(L.LightningModule):
+    """A step reads features that the hooks of its layers keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.features: dict[int, torch.Tensor] = {}
+        self.layers[0].register_forward_hook(lambda m, x, out: self.keep(0, out))
+        self.layers[1].register_forward_hook(lambda m, x, out, *, owner=self: owner.keep(1, out))
+        self.layers[2].register_forward_hook(self.hook(self.keep))
+
+    def keep(self, name: int, out: torch.Tensor) -> None:
+        self.features[name] = out
+
+    def hook(self, keep: Callable[..., None]) -> Callable[..., None]:
+        return lambda m, x, out: keep(2, out)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch).tanh()
+        total: Any = sum(self.features[i].square().mean() for i in range(3))
+        self.features.clear()
+        return total  # type: ignore[no-any-return]
+
+
+def test_hooks_of_a_copy_use_the_copy() -> None:
+    """Hooks with a closure kept the features in the module itself, so the step of a copy failed with a KeyError."""
+    module = Hooked()
+    module.register_forward_hook(module.hook(print))  # uses no object that is copied
+    assert len(blocks_of(module, torch.ones(4, 4)).names) == 3 and not module.features
+    copied: Any = copy_of(module)
+    for layer in copied.layers:
+        layer(torch.ones(4, 4))
+    assert list(copied.features) == [0, 1, 2] and not module.features
+    hooks = [[*x._forward_hooks.values()] for x in (module, copied, module.layers[0], copied.layers[0])]
+    assert hooks[0] == hooks[1] and hooks[2] != hooks[3]
+
+
 class Apart(L.LightningModule):
     """A module with parameters of its own at the beginning of its step, and if `ends`, also at its end."""
 
