@@ -52,6 +52,7 @@ from lightning_piper.strategy.process_management import Requeue
 from lightning_piper.strategy.spares import _lightning as spares
 from lightning_piper.strategy.spares.checks import check_callbacks
 from lightning_piper.strategy.spares.module_state import restore_modes
+from lightning_piper.strategy.spares.written_files import WrittenFiles
 
 # Entries that only a copy in memory has: other state of the fit, which has the reason why its step runs uncaptured, and
 # the names of tensors that the module's state dict does not have.
@@ -74,6 +75,7 @@ class SavingStrategy(EvaluatingStrategy):
         self._saves, self._requeue = Saves(), Requeue()
         self._in_memory = False  # whether the next content of a checkpoint is for a copy in memory
         self._held: tuple[Fit, HeldTensors] | None = None  # of the last fit that asked for it
+        self._written = WrittenFiles()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_held": None}
@@ -333,6 +335,7 @@ class SavingStrategy(EvaluatingStrategy):
         """
         check_callbacks(trainer, self._spare_count)
         self._at_end.callback(spares.before_batches(trainer, partial(self._keep_copy, trainer)))
+        self._at_end.callback(self._written.watch(trainer, continues=trainer.ckpt_path == MEMORY))
         if trainer.ckpt_path == MEMORY:
             spares.continue_with_batch(trainer)
             outside = self._restored.outside

@@ -441,7 +441,7 @@ def train(
         losses: Losses in place of a moment, of ranks and spares that have taken their ranks.
     """
     spares = become(rank, size, folder)
-    if kind == "rare copies":
+    if kind.endswith("rare copies"):
         memory_copy.SHARE = 1e-9
     if kind == "saved again":
         outside_checkpoint.__globals__["SAVED"] = ()
@@ -471,7 +471,8 @@ def train(
     lost = bool(losses) or (moment and rank == last)
     counting = Counting()
     often: Any = {"every_n_train_steps": 1} if kind.startswith("saved") else {"monitor": "validated"}
-    save = ModelCheckpoint(folder / "saved", filename="{step}", save_top_k=1, **often)
+    kept = -1 if kind == "saved by rare copies" else 1
+    save = ModelCheckpoint(folder / "saved", filename="{step}", save_top_k=kept, save_last=kept < 0, **often)
     manual = kind in ("manual", "no gradients")
     degrees = {"dp": size} | PROGRAMS.get(kind, {})
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)

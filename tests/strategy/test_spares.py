@@ -67,6 +67,15 @@ def test_batches_since_the_last_copy_run_again(moment, wanted, tmp_path):
     assert f"before batch {LOST_IN - 1}" in ends[0].result["told"][0], "the first batch of the epoch"
 
 
+def test_files_since_the_last_copy_are_written_again(tmp_path):
+    """`ModelCheckpoint` gives no file another name because the file is newer than the copies."""
+    kind = "saved by rare copies"
+    wanted = undisturbed(tmp_path / "undisturbed", 2, kind)[0]
+    ends = lose(tmp_path / "lost", 2, "validation", kind)
+    check(ends, wanted)
+    assert ends[0].result["files"] == wanted["files"] and f"step={LOST_IN}.ckpt" in wanted["files"]
+
+
 def test_a_changed_copy_changes_the_result(wanted, tmp_path):
     ends = lose(tmp_path, 2, "forward", "changed copy")
     assert not equal(ends[0].result["values"], wanted["values"])
