@@ -8,6 +8,9 @@ import os
 import socket
 import sys
 
+import torch.distributed as dist
+
+from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
 
 # `sys.argv[0]` of a program without a file -> the source of the program, as an error names it.
@@ -25,6 +28,23 @@ def check_one_process(devices: int, nodes: int) -> None:
             "PiperStrategy: transport='local' and 'simulated' run all logical devices in one process, but "
             f"the Trainer has devices={devices} and num_nodes={nodes}. Use "
             "Trainer(devices=1, num_nodes=1) [PIPER-S003]"
+        )
+
+
+def check_size(processes: int) -> None:
+    """Check that a later Trainer of a script does not wait for processes that the script does not have, or has lost.
+
+    Args:
+        processes: Number of processes of the Trainer.
+
+    Raises:
+        PiperError: The Trainer has more processes than an earlier call has connected.
+    """
+    if dist.is_initialized() and processes > (connected := dist.get_world_size()):
+        raise PiperError(
+            f"PiperStrategy: the Trainer needs {counted(processes, 'process')}, but earlier calls of this script have "
+            f"connected {connected}. Give all Trainers the same devices and num_nodes. After a fit with spares has "
+            f"lost processes, use a Trainer with {counted(connected, 'device')}, or start the script again [PIPER-S003]"
         )
 
 

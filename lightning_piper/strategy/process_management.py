@@ -32,10 +32,10 @@ from lightning_piper.checkpoint.memory_copy import MEMORY, MemoryCopies
 from lightning_piper.common.lightning_packages import is_a
 from lightning_piper.common.units import counted
 from lightning_piper.errors import PiperError
+from lightning_piper.processes import launcher_checks
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.failure import HERE, FailureWatch, waited
 from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory
-from lightning_piper.processes.launcher_checks import check_address, check_one_process, check_script
 from lightning_piper.processes.spares import SPARE, Spares, end_spare
 from lightning_piper.processes.termination import Termination
 from lightning_piper.processes.tracebacks import print_short_tracebacks
@@ -227,7 +227,7 @@ class OverProcesses(_lightning.Strategy):
                 devices.
         """
         if self._local:
-            check_one_process(self.num_processes, self.num_nodes)
+            launcher_checks.check_one_process(self.num_processes, self.num_nodes)
             return
         if self._local_sgd is not None:
             self._local_sgd.processes(self.num_processes * self.num_nodes)
@@ -240,7 +240,7 @@ class OverProcesses(_lightning.Strategy):
         environment, spares = self.cluster_environment, self._spare_count
         starts = not environment.creates_processes_externally
         if starts and self.num_processes > 1:
-            check_script()
+            launcher_checks.check_script()
         if spares:
             run, watched = self._run_with_spares, self._is_watched
             self.launch_with(SpareLauncher(environment, self.num_processes, spares, run, watched))
@@ -272,10 +272,11 @@ class OverProcesses(_lightning.Strategy):
         self.set_world_ranks()
         if self._warms_up:
             return
+        launcher_checks.check_size(self.world_size)
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
         if self.num_nodes > 1:
-            check_address(environment.main_address)
+            launcher_checks.check_address(environment.main_address)
         end_groups_at_exit(default=not dist.is_initialized())
         spares = self._spares
         with nullcontext() if spares is None else spares.connecting(self.started):

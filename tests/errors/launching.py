@@ -184,6 +184,8 @@ CASES: Cases = [
     Case("spares of devices other than a CPU", lambda: spares(device="meta")),
     Elsewhere("spares of an uncaptured step under ZeRO", "state of an uncaptured step is sharded", "PiperError", SPARES_OF),
     Elsewhere("spares, but the first call is not `fit`", "which must be fit, but it is validate", "PiperError", SPARES_OF),
+    Elsewhere("a Trainer has more processes than the script, perhaps after losses", "earlier calls of this script have",
+              "PiperError", "tests/strategy/test_fewer.py::test_a_later_trainer_has_more_processes"),
     Case("local SGD with a search", lambda: piper.PiperStrategy("auto", local_sgd=TWO_REPLICAS)),
     Case("a search with degrees", lambda: piper.PiperStrategy("auto", dp=(2, 4), zero=3)),
     Case("local SGD with a number of processes that its replicas do not divide", lambda: TWO_REPLICAS.processes(3)),

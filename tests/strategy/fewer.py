@@ -20,6 +20,7 @@ from lightning_piper.strategy.saving import SavingStrategy
 from lightning_piper.strategy.spares import _lightning
 from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import trainer, values
+from tests.strategy.models import make
 from tests.strategy.spared import Launched, Losing, Loss, become, samples
 
 SAMPLES, EPOCHS = 60, 3
@@ -137,3 +138,15 @@ def train(
         "told": [str(each.message) for each in told if "[PIPER-W033]" in str(each.message)],
         "epochs": [{name: float(x) for name, x in each.items()} for each in record.epochs],
     }
+
+
+def train_on_more(rank: int, size: int) -> str:
+    """Fit with a Trainer, and then with a Trainer that has one more process. Return its error."""
+    module, data = make("mlp", samples=16)
+    for devices in (size, size + 1):
+        fit, _ = trainer(piper.PiperStrategy(timeout=PATIENCE), devices=devices, max_epochs=1, max_steps=-1)
+        try:
+            fit.fit(module, data)
+        except piper.PiperError as error:
+            return str(error)
+    return ""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import launch, run_ranks
 from tests.strategy import fewer_series
-from tests.strategy.fewer import EPOCHS, SAMPLES, train
+from tests.strategy.fewer import EPOCHS, SAMPLES, train, train_on_more
 from tests.strategy.scenarios import equal
 from tests.strategy.spared import Loss, samples
 
@@ -82,3 +82,8 @@ def test_without_a_part_of_the_copies_the_result_differs(kind, tmp_path):
     wanted = fewer_series.resumed_as(tmp_path, kind, 3, found[0]["told"], undisturbed)
     counts = [epoch["count"] for epoch in found[0]["epochs"]]
     assert not equal(found[0]["values"], wanted["values"]) or counts != [SAMPLES] * EPOCHS
+
+
+def test_a_later_trainer_has_more_processes(tmp_path):
+    for said in launch(2, train_on_more, tmp_path, 2, joined=False):
+        assert "the Trainer needs 3 processes, but earlier calls of this script have connected 2" in said
