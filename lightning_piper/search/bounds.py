@@ -2,8 +2,9 @@
 
 A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other. After
 its last pass, earlier stages must still run their backward passes. The same holds for the passes of a rank
-from any pass to any later pass. `Rows.between` has up to four such spans: from the first pass or the first
-backward pass, to the last pass or the last pass that makes gradients of inputs. Hence
+from any pass to any later pass. `Rows.between` has the spans from the first pass or the first backward pass, to the
+last pass or the last pass that makes gradients of inputs. For each stage, it also has the span from the stage's first
+pass to the stage's last pass that makes gradients of inputs. Hence
 
     time >= head(first) + work of the passes between + tail(last)
 
@@ -40,7 +41,7 @@ from lightning_piper.search.estimate import (
     rows_for,
     saved_bytes,
 )
-from lightning_piper.search.rows import BI, BW, B, F, Kept, rows_of
+from lightning_piper.search.rows import BI, BW, B, F, Kept, decisive_states, rows_of
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.search.stage_costs import CostModel, Costs, Span
 from lightning_piper.simulate.durations import Number
@@ -116,8 +117,10 @@ class Cutting:
     def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]]:
         """Return the spans of the stage's rank (`Between`): first pass, last pass, and (kind, how often) of
         the passes of this stage in the span."""
-        found = []
-        for first, last, passes in self._rows.between[self._rows.rank[stage]]:
+        rank, found = self._rows.rank[stage], []
+        for first, last, passes in self._rows.between[rank]:
+            if not {first[0], last[0]} & {stage, self._rows.local[rank][0]}:
+                continue  # the span of another stage says less about this one
             count = [0, 0, 0, 0]
             for s, kind, n in passes:
                 if s == stage:
@@ -130,7 +133,7 @@ class Cutting:
         rank = self._rows.rank[stage]
         index = self._rows.local[rank].index(stage)
         own = [(runs if runs == stage else -1, (state[index],)) for runs, state in self._rows.kept[rank]]
-        return list(dict.fromkeys(own))
+        return decisive_states(own)
 
     def stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
         """Return a lower bound of the objective if stage s has the blocks from i to j (exclusive), and
@@ -143,15 +146,18 @@ class Cutting:
     def _stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
         """Do the work of `stage`: return the least bound over the options that fit into the memory, and True.
         If no option fits, return the least bound over all options, and False."""
-        least: Number = INFINITE
-        fitting: Number = INFINITE
-        for level, way in self._options[s]:
-            memory, host = self._bytes(s, (i, j), level, way)
-            value = memory if self._by_memory else self._time(s, i, j, level, way)
-            least = min(least, value)
+        values = sorted(
+            (
+                self._bytes(s, (i, j), *option)[0] if self._by_memory else self._time(s, i, j, *option),
+                option,
+            )
+            for option in self._options[s]
+        )
+        for value, option in values:
+            memory, host = self._bytes(s, (i, j), *option)
             if memory <= self._limit and host <= self._host:
-                fitting = min(fitting, value)
-        return (least, False) if fitting == INFINITE else (fitting, True)
+                return value, True
+        return values[0][0], False
 
     def _time(self, s: int, i: int, j: int, level: int, way: Way) -> Number:
         """Return a lower bound of the step's time if stage s has the blocks from i to j.

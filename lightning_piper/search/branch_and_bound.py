@@ -42,7 +42,7 @@ from lightning_piper.simulate.durations import Number
 TABLE = 20  # largest number of rows of the result's table with candidates that fit
 OVER = 5  # largest number of further rows: candidates that would be better but do not fit
 ALTERNATIVES = 1000  # largest budget of the second phase, which fills the result's table
-UNIT = 200  # to expand a choice costs 1 + stages x (microbatches + 100) / UNIT units of the budget
+UNIT = 100  # to expand a choice costs 1 + stages x (microbatches + 100) / UNIT units of the budget
 ROWS = 400  # the first visit of a layout costs 1 unit of the budget, and 1 for each ROWS forward passes
 STEPS = 50  # enumerating cuts costs 1 unit of the budget for each STEPS stages considered
 BEGIN = 400  # largest number of layouts that `_begin` tries for each size of the tensor axis

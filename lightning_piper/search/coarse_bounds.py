@@ -7,7 +7,9 @@ considers the stages of a layout (`bounds`, `joint_bounds`).
 from __future__ import annotations
 
 import functools
-from fractions import Fraction
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from lightning_piper.schedules.searched_schedules import SEARCHED
@@ -16,20 +18,28 @@ from lightning_piper.search.space import Family, Layout
 from lightning_piper.search.stage_costs import CostModel, samples_of
 from lightning_piper.simulate.durations import Number
 
+INFINITE = float("inf")
+
 
 class _Sums(NamedTuple):
-    """Lower bounds of seconds of all blocks on one microbatch. Earlier stages wait for the whole B, or for BI
-    if backward passes are split.
+    """Lower bounds of seconds of the blocks on one microbatch. Earlier stages wait for the whole B, or for BI if
+    backward passes are split.
 
     Attributes:
-        work: The sum of all passes.
+        works: The sum of all passes of each block, the largest first.
+        ways: For each n, the least seconds of n blocks for which a rank waits: of the forward passes before its own
+            passes and, if backward passes are whole, of the backward passes after these.
         path: The sum of the forward passes and of the backward passes for which earlier stages wait.
         longest: The longest backward pass of one block for which earlier stages wait.
+        share, shared: Of `shared` seconds of all works, this share of each block delays the later ranks.
     """
 
-    work: Number
+    works: Sequence[Number]
+    ways: Sequence[Number]
     path: Number
     longest: Number
+    share: Number
+    shared: Number
 
 
 class Coarse:
@@ -46,8 +56,20 @@ class Coarse:
 
     def _sums_of(self, samples: int, tensor: int, split: bool) -> _Sums:
         forward, inputs, weights = map(list, zip(*self._works(samples, tensor), strict=True))
-        backward = inputs if split else [b + w for b, w in zip(inputs, weights, strict=True)]
-        return _Sums(sum(forward) + sum(inputs) + sum(weights), sum(forward) + sum(backward), max(backward))
+        backward = inputs if split else list(map(add, inputs, weights))
+        works = [sum(work) for work in self._works(samples, tensor)]
+        heads, tails = (list(accumulate(sorted(column), initial=0)) for column in (forward, backward))
+        delays = forward if split else works
+        shares = sorted(delay / work for delay, work in zip(delays, works, strict=True) if work)
+        share = shares[len(shares) // 2] if shares else 0
+        return _Sums(
+            sorted(works, reverse=True),
+            heads if split else list(map(add, heads, tails)),
+            sum(forward) + sum(backward),
+            max(backward),
+            share,
+            sum(min(work, delay / share) for work, delay in zip(works, delays, strict=True)) if share else 0,
+        )
 
     def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
         """Return, for each block, lower bounds of the seconds of F, BI and BW on one microbatch. They include
@@ -60,26 +82,19 @@ class Coarse:
             for x, m in zip(works, moved, strict=True)
         ]
 
-    def _busiest_of(self, samples: int, tensor: int, ranks: int) -> Number:
-        """Return a lower bound of the seconds of the busiest rank on one microbatch.
-
-        A block is on one rank as a whole. So of the k n + 1 longest blocks, one of n ranks has at least k +
-        1.
-        """
-        works = sorted((sum(work) for work in self._works(samples, tensor)), reverse=True)
-        return max(sum(works[n - 1 - (n - 1) // ranks : n]) for n in range(1, len(works) + 1, ranks))
-
     def time(self, layout: Layout) -> Number:
         """Return a lower bound of the seconds of a step: the largest of several bounds.
 
-        One bound is the work of the busiest rank. Another bound is the path of one microbatch, plus the
-        backward passes of all other microbatches through the longest block. In a chain with whole backward
-        passes and one stage on each rank there is another bound, from
+        One bound is the mean work of the ranks, with the passes for which they wait. A rank waits for a block of each
+        rank before it (`_Sums.ways`). Another bound is that of the busiest rank (`_busiest`). A third one is the path
+        of one microbatch, plus the backward passes of all other microbatches through the longest block. In a chain with
+        one stage on each rank there is another bound, from
 
-            time >= w(0) + ... + w(r - 1) + m w(r)
+            time >= a (w(0) + ... + w(r - 1)) + m w(r)
 
-        for every rank r of n, with work w on each of m microbatches. So W(r) = w(0) + ... + w(r) is at most
-        (1 - 1/m) W(r - 1) + time/m, and the total work is at most (1 - (1 - 1/m)^n) time.
+        for every rank r of n, with work w on each of m microbatches, of which the share a delays later ranks. So W(r) =
+        w(0) + ... + w(r) is at most (1 - a/m) W(r - 1) + time/m, and a times the total work is at most
+        (1 - (1 - a/m)^n) time.
         """
         samples = samples_of(self._space.workload, layout)
         split, single = SEARCHED[layout.schedule].split, layout.per_rank == 1
@@ -88,17 +103,35 @@ class Coarse:
     def _time_of(
         self, samples: int, microbatches: int, tensor: int, ranks: int, split: bool, single: bool
     ) -> Number:
-        m, sums, busiest = (
-            microbatches,
-            self._sums(samples, tensor, split),
-            self._busiest(samples, tensor, ranks),
+        m, sums = microbatches, self._sums(samples, tensor, split)
+        found: Number = max(
+            (m * sum(sums.works) + sum(sums.ways[:ranks])) / ranks,
+            max(min(m * x, m * y + z) for x, y, z in self._busiest(samples, tensor, ranks, split)),
+            sums.path + (m - 1) * sums.longest,
         )
-        found: Number = max(m * sums.work / ranks, m * busiest, sums.path + (m - 1) * sums.longest)
-        if not split and single:
-            left = Fraction(m - 1, m) ** ranks
-            found = max(
-                found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left))
-            )
+        if single and sums.share:
+            left = (1 - sums.share / m) ** ranks
+            found = max(found, sums.share * sums.shared / (1 - left))
+        return found
+
+    def _busiest_of(
+        self, samples: int, tensor: int, ranks: int, split: bool
+    ) -> list[tuple[Number, Number, Number]]:
+        """Return terms of lower bounds of the seconds of the busiest rank. With (x, y, z), the bound is the smaller one
+        of m x and m y + z for m microbatches.
+
+        A block is on one rank as a whole. So of the k n + q longest blocks, one of n ranks has k + 2, or q ranks have
+        k + 1. Of q ranks, one waits for q - 1 others.
+        """
+        sums = self._sums(samples, tensor, split)
+        works, found = sums.works, []
+        for number in range(1, len(works) + 1):
+            if number < len(works) and works[number] == works[number - 1] and number % ranks:
+                continue  # the next number seldom gives a lower bound
+            k, q = divmod(number - 1, ranks)
+            least = sum(works[number - k - 1 : number])
+            more = least + works[number - k - 2] if number > k + 1 else INFINITE
+            found.append((more, least, sums.ways[q]))
         return found
 
     def memory(self, layout: Layout) -> Number:
@@ -121,15 +154,20 @@ class Coarse:
 
     def least_of(self, family: Family) -> tuple[Number, Number]:
         """Return a lower bound of the seconds, and one of the bytes, of all layouts of a family."""
-        # The bound of split backward passes is the lowest, and groups of replicas only need more bytes.
-        (name, per_rank), (routed, inside, _) = self._fastest(family.schedules), family.numberings[0]
+        # Groups of replicas only need more bytes.
+        routed, inside, _ = family.numberings[0]
         ranks, replicas, tensor, microbatches = family[:4]
-        layout = Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, inside)
+        layouts = [
+            Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, inside)
+            for name, per_rank in self._fastest(family.schedules)
+        ]
         divided = {routed for routed, _, _ in family.numberings}
-        return self.time(layout), min(self.memory(layout._replace(routed=routed)) for routed in divided)
+        least = min(self.memory(layouts[0]._replace(routed=routed)) for routed in divided)
+        return min(map(self.time, layouts)), least
 
     @staticmethod
     @functools.cache
-    def _fastest(schedules: tuple[tuple[str, int], ...]) -> tuple[str, int]:
-        """Return the schedule with the lowest bound of time, with its stages on each rank."""
-        return min(schedules, key=lambda own: (not SEARCHED[own[0]].split, own[1] == 1))
+    def _fastest(schedules: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
+        """Return schedules, with their stages on each rank, one of which has the lowest bound of time."""
+        kinds = {(SEARCHED[name].split, per_rank > 1): (name, per_rank) for name, per_rank in schedules}
+        return [kinds[True, True]] if (True, True) in kinds else list(kinds.values())

@@ -156,8 +156,11 @@ def _means(names: Sequence[object], values: Array) -> Array:
 
 
 def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Return up to `STATES` entries of `Rows.kept`: those in which a rank keeps most."""
-    return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
+    """Return up to `STATES` entries of `Rows.kept` in which a rank keeps most, and the entry with most values
+    for BW: these stay on the device even if all stages recompute."""
+    kept = rows.kept[rank]
+    largest = sorted(kept, key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
+    return list(dict.fromkeys((*largest, max(kept, key=lambda item: sum(w for _, w in item[1])))))
 
 
 def _counted(

@@ -86,8 +86,8 @@ class Together:
     def time(
         self, layout: Layout, options: Sequence[Sequence[Option]], enough: float, rough: bool = False
     ) -> float:
-        """Return a lower bound of the seconds of a step. It is 0 if no weights with a bound are found, or if
-        the messages between stages alone fill the memory.
+        """Return a lower bound of the seconds of a step, at most `enough`. It is 0 if no weights with a bound are found,
+        or if the messages between stages alone fill the memory.
 
         Args:
             layout: The layout of the stages.
@@ -98,7 +98,7 @@ class Together:
         """
         costs = self._model.costs(layout)
         table = table_of((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
-        every, allowed, blocks = self._blocks(costs, options)
+        every, allowed, blocks = self._blocks(costs, options, enough)
         table = table.of([way for _, way in every], bool(blocks.updated.any()))
         constant = 2 * float(costs.least_output) if layout.ranks > 1 else 0.0
         room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
@@ -122,7 +122,7 @@ class Together:
                 return 0.0
             each = _each(table, blocks, p, q * inverse) - u[:, None]
             least = np.where(possible, each, np.inf).min(axis=(1, 2)).sum()
-            return float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING
+            return min(float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING, enough)
 
         # Good weights for the layout with a different numbering of its devices are often good enough.
         alike = layout._replace(routed=1, data_inside=True, groups=1), len(inverse)
@@ -134,7 +134,7 @@ class Together:
         return bound(*weights)
 
     def _blocks(
-        self, costs: Costs, options: Sequence[Sequence[Option]]
+        self, costs: Costs, options: Sequence[Sequence[Option]], enough: float
     ) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
         """Return the options that matter, which stages have them (stages, options), and the costs of blocks.
 
@@ -144,7 +144,7 @@ class Together:
         A level does not matter if the stage may also have a higher level that takes at most as much time,
         because the lower level needs more memory.
         """
-        prices = _OptionPrices(costs)
+        prices = _OptionPrices(costs, enough)
 
         def matter_of(own: tuple[Option, ...]) -> set[Option]:
             return {
@@ -165,9 +165,10 @@ class _OptionPrices:
 
     Args:
         costs: The costs of a layout.
+        enough: See `Together.time`. The bytes are lower bounds only for programs that take less time.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, enough: float) -> None:
         """Compute the costs of each block that do not depend on the option, or depend only on its level."""
         layout, n = costs.layout, costs.blocks
         # Seconds of F, BI and BW, bytes that F saves, and bytes kept for BW: an array (blocks) each.
@@ -185,6 +186,11 @@ class _OptionPrices:
         rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
         self._kinds = _pass_kinds(rows)
         self._charged = _charged(costs, rows, owned, trained)
+        # A rank with more blocks takes longer than `enough`.
+        work = np.sort(sum(self._work[:3])) * layout.microbatches
+        self._most = min(
+            int((work.cumsum() * _ROUNDING <= enough).sum()), n + layout.per_rank - layout.stages
+        )
         # Cache results, because many stages have the same options. `functools.cache` on methods would keep
         # the object alive in a cycle.
         self._known_passes: dict[Option, Array] = {}
@@ -224,13 +230,16 @@ class _OptionPrices:
         return found
 
     def _static(self, level: int) -> Array:
-        """Return the bytes of parameters, gradients and states, as (blocks, stages)."""
+        """Return the bytes of parameters, gradients and states, as (blocks, stages).
+
+        A rank gathers two blocks at a time. The larger one has at least the mean of the bytes of the rank's blocks.
+        """
         owned, trained = self._charged.owned, self._charged.trained
-        return (
-            self._held(owned, level == 3)
-            + self._held(trained, level > 1)
-            + self._states * self._held(trained, level > 0)
-        )
+        found = self._states * self._held(trained, level > 0)
+        for nbytes, shared in ((owned, level == 3), (trained, level > 1)):
+            own, whole = self._held(nbytes, shared), self._held(nbytes, False)
+            found = found + np.minimum(own + whole * (2 / max(self._most, 2)), whole)
+        return found
 
     def blocks(self, options: Sequence[Option]) -> _Blocks:
         """Return the costs of each block with each of these options."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from operator import ge
 from typing import NamedTuple
 
@@ -260,16 +261,21 @@ def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
     """Return the spans of a rank for which `bounds` computes bounds.
 
     The spans run from the first pass, or the first backward pass, to the last pass, or the last pass that
-    makes gradients of inputs.
+    makes gradients of inputs. Further spans run from the first pass of each stage to its last pass that makes gradients
+    of inputs: they know the bubble of interleaved stages.
     """
     passes = [(stage, kind) for stage, kind, _ in row]
     backward = [p for p, (_, kind) in enumerate(passes) if kind in (B, BI)]
     every, found = Counter(passes), []
-    for first in dict.fromkeys((0, backward[0])):
-        for last in dict.fromkeys((len(row) - 1, backward[-1])):
-            count = every - Counter(passes[:first]) - Counter(passes[last + 1 :])
-            own = tuple((stage, kind, n) for (stage, kind), n in sorted(count.items()))
-            found.append(Between(passes[first], passes[last], own))
+    starts, ends = (dict.fromkeys(pair) for pair in ((0, backward[0]), (len(row) - 1, backward[-1])))
+    first_of = {stage: p for p, (stage, kind) in reversed([*enumerate(passes)]) if kind == F}
+    last_of = {passes[p][0]: p for p in backward}
+    for first, last in dict.fromkeys(
+        (*product(starts, ends), *((first_of[s], last_of[s]) for s in first_of))
+    ):
+        count = every - Counter(passes[:first]) - Counter(passes[last + 1 :])
+        own = tuple((stage, kind, n) for (stage, kind), n in sorted(count.items()))
+        found.append(Between(passes[first], passes[last], own))
     return tuple(found)
 
 
@@ -298,3 +304,32 @@ def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept
         if not any((runs == -1 or runs == other) and all(map(ge, more, state)) for other, more in largest):
             largest.append((runs, state))
     return tuple((runs, tuple(zip(state[::2], state[1::2], strict=True))) for runs, state in largest)
+
+
+def decisive_states(states: Iterable[tuple[int, Kept]]) -> list[tuple[int, Kept]]:
+    """Return the memory states of one stage in which it can need most, whatever the bytes of a microbatch are
+    (`saved_bytes`).
+
+    The bytes are a sum over the two numbers of a state. So only corners of the convex hull of the states count, for
+    each stage that runs. Of offloaded values, at most two microbatches count, so also the states with the largest second
+    number for 0, 1 and 2 microbatches are decisive.
+    """
+    found: dict[tuple[int, Kept], None] = {}
+    by_runs: dict[int, list[tuple[int, int]]] = {}
+    for runs, (numbers,) in states:
+        by_runs.setdefault(runs, []).append(numbers)
+    for runs, points in by_runs.items():
+        corners: list[tuple[int, int]] = []
+        for point in sorted(points):
+            while len(corners) > 1 and _is_below(corners[-2], corners[-1], point):
+                corners.pop()
+            corners.append(point)
+        offloaded = {min(a, 2): (a, w) for a, w in sorted(points, key=lambda point: point[1])}
+        found |= dict.fromkeys((runs, (point,)) for point in (*corners, *offloaded.values()))
+    return list(found)
+
+
+def _is_below(left: tuple[int, int], middle: tuple[int, int], right: tuple[int, int]) -> bool:
+    """Return whether the middle one of three points in order is not above the line between the others."""
+    (a, w), (b, x), (c, y) = left, middle, right
+    return (x - w) * (c - a) <= (y - w) * (b - a)

@@ -173,7 +173,9 @@ def _bounds_of(model: CostModel, candidate: Candidate) -> tuple[list[tuple[Numbe
         # Exactly as much as the candidate needs.
         tight = CostModel(dataclasses.replace(model.space, memory=memory))
         if fits(tight.space, model, candidate):
-            pairs.append((Together(tight).time(candidate.layout, options, time * 2), time))
+            # The bound may assume that the program takes less than a limit.
+            for enough in (time * 2, time * Fraction(1001, 1000)):
+                pairs.append((Together(tight).time(candidate.layout, options, enough), time))
         if fits(together.space, model, candidate):
             pairs.append((together.time(candidate.layout, options, time * 2), time))
         for by_memory, value in ((False, time), (True, memory)):

@@ -443,8 +443,6 @@ def train(
     spares = become(rank, size, folder)
     if kind.endswith("rare copies"):
         memory_copy.SHARE = 1e-9
-    if kind == "saved again":
-        outside_checkpoint.__globals__["SAVED"] = ()
     without(kind)
     if kind.endswith("divided"):
         divide_sums()
@@ -460,7 +458,7 @@ def train(
             )
 
         MemoryCopies.take = changed  # type: ignore[method-assign]
-    accumulated = 2 if kind in ("accumulated", "saved", "saved again") else 1
+    accumulated = 2 if kind in ("accumulated", "saved") else 1
     is_scaled = kind == "replicas scaled"
     data = TensorDataset(*(x.float() if is_scaled else x for x in samples(BATCHES * 4 * size)))
     loader = DataLoader(data, batch_size=4, shuffle=True)
