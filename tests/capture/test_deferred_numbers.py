@@ -13,6 +13,7 @@ import pytest
 import torch
 import torchmetrics.functional as metrics
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 import lightning_piper as piper
 from lightning_piper.capture import capture
@@ -302,6 +303,29 @@ class Weighted(MLP):
         return loss
 
 
+class WeightedByTensor(MLP):
+    """Lightning accepts a tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"x": loss}, batch_size=(batch[0] > 0).sum())  # type: ignore[arg-type]
+        return loss
+
+
+class Metric(MLP):
+    """Lightning ignores the batch size of a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, count = super().training_step(batch, batch_idx), (batch[0] > 0).sum()
+        self.mean(loss)
+        self.log("x", self.mean, batch_size=count.item() if self.current_epoch else count)  # type: ignore[arg-type]
+        return loss
+
+
 class Keeps(MLP):
     last = 0.0
 
@@ -315,10 +339,19 @@ class Keeps(MLP):
     ("cls", "says"),
     [
         (Named, "makes a text of the value of a tensor"),
-        (Weighted, "from the value of a tensor"),
+        (Weighted, r"self.log\('x'\): the argument batch_size is made from the value of a tensor"),
+        (WeightedByTensor, r"self.log\('x'\): the argument batch_size is made from the value of a tensor"),
         (Keeps, "changes self.last"),
     ],
 )
 def test_a_value_goes_nowhere_else(cls: Any, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         capture(cls(), regression(4)).at(4)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_lightning_ignores_the_batch_size_of_a_metric_object(epoch: int) -> None:
+    module = Metric()
+    with mock.patch.object(Metric, "current_epoch", epoch):
+        step = capture(module, regression(4))
+        step.at(4)

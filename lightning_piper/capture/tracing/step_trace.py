@@ -410,7 +410,9 @@ class TracedStep(nn.Module):
                 "self.log_dict(piper.grad_norm(self, 2)). Only an uncaptured step can log other gradients: "
                 "PiperStrategy(capture='never') [PIPER-C007]"
             )
-        made = next((name for name, x in call.items() if holds_deferred(x)), None)
+        # Lightning ignores the `batch_size` of a metric object.
+        ignored = "batch_size" if isinstance(self.metrics.known(value), str) else None
+        made = next((x for x, given in call.items() if x != ignored and _is_known_later(given)), None)
         if made is not None:
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): the argument {made} is made from the value of a tensor, which is "
@@ -465,6 +467,11 @@ class TracedStep(nn.Module):
                 f"{user_line()}: self.log({name!r}) is called twice in one step. Give each call its own name"
                 " [PIPER-C007]"
             )
+
+
+def _is_known_later(value: Any) -> bool:
+    """Return whether the value is a tensor, or made from one, so that it is only known when the step runs."""
+    return isinstance(value, torch.Tensor) or holds_deferred(value)
 
 
 def shown_function(function: Any) -> str:
