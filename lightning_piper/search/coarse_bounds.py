@@ -31,7 +31,8 @@ class _Sums(NamedTuple):
             passes and, if backward passes are whole, of the backward passes after these.
         path: The sum of the forward passes and of the backward passes for which earlier stages wait.
         longest: The longest backward pass of one block for which earlier stages wait.
-        share, shared: Of `shared` seconds of all works, this share of each block delays the later ranks.
+        share: The share of a block's work that delays later ranks: the median over the blocks.
+        shared: The sum of the works. The work of a block counts as far as at least this share of it delays later ranks.
     """
 
     works: Sequence[Number]
@@ -86,8 +87,8 @@ class Coarse:
         """Return a lower bound of the seconds of a step: the largest of several bounds.
 
         One bound is the mean work of the ranks, with the passes for which they wait. A rank waits for a block of each
-        rank before it (`_Sums.ways`). Another bound is that of the busiest rank (`_busiest`). A third one is the path
-        of one microbatch, plus the backward passes of all other microbatches through the longest block. In a chain with
+        rank before it (`_Sums.ways`). Another bound is the work of the busiest rank (`_busiest_of`). A third one is the
+        path of one microbatch, plus the backward passes of all other microbatches through the longest block. In a chain with
         one stage on each rank there is another bound, from
 
             time >= a (w(0) + ... + w(r - 1)) + m w(r)

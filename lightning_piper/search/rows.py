@@ -330,6 +330,6 @@ def decisive_states(states: Iterable[tuple[int, Kept]]) -> list[tuple[int, Kept]
 
 
 def _is_below(left: tuple[int, int], middle: tuple[int, int], right: tuple[int, int]) -> bool:
-    """Return whether the middle one of three points in order is not above the line between the others."""
+    """Return whether the middle point of three is not above the line through the first and the last point."""
     (a, w), (b, x), (c, y) = left, middle, right
     return (x - w) * (c - a) <= (y - w) * (b - a)
