@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_piper.strategy.spares.written_files import WrittenFiles
 from tests.distributed.processes import launch, run_ranks
 from tests.strategy import fewer_series
 from tests.strategy.fewer import EPOCHS, SAMPLES, train, train_on_more
@@ -87,3 +91,18 @@ def test_without_a_part_of_the_copies_the_result_differs(kind, tmp_path):
 def test_a_later_trainer_has_more_processes(tmp_path):
     for said in launch(2, train_on_more, tmp_path, 2, joined=False):
         assert "the Trainer needs 3 processes, but earlier calls of this script have connected 2" in said
+
+
+def test_removed_files_are_not_the_best(tmp_path):
+    """The copies may name a file that a `ModelCheckpoint` removed after them for a better one."""
+    for continues in (True, False):
+        save = ModelCheckpoint(tmp_path, monitor="x", save_top_k=2)
+        removed, kept = (str(tmp_path / name) for name in ("removed.ckpt", "kept.ckpt"))
+        Path(kept).touch()
+        save.best_k_models = {removed: torch.tensor(1.0), kept: torch.tensor(2.0)}
+        save.best_model_path, save.best_model_score = removed, torch.tensor(1.0)
+        trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[save])
+        WrittenFiles().watch(trainer, continues)()
+        assert save.best_model_path == (kept if continues else removed)
+        assert save.best_model_score == (2.0 if continues else 1.0)
+        assert save.best_k_models.keys() == ({kept} if continues else {removed, kept})

@@ -1,4 +1,6 @@
-"""Files that `ModelCheckpoint` wrote after the copies from which a fit continues. The fit writes them again."""
+"""Files that `ModelCheckpoint` wrote or removed after the copies from which a fit continues. The fit writes the files
+of this time again, and does not count on those removed.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,8 @@ class WrittenFiles:
         }
         callbacks = [each for each in trainer.checkpoint_callbacks if is_a(each, ModelCheckpoint)]
         for each in callbacks:
+            if continues:
+                _forget_removed(each, trainer)
             vars(each)["file_exists"] = partial(self._exists, each.file_exists)
 
         def end() -> None:
@@ -57,3 +61,16 @@ class WrittenFiles:
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress
         self._batches[path] = batches.total.ready
         return False
+
+
+def _forget_removed(callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
+    """Remove files that exist no longer from the best ones of a callback, whose state comes from copies. A fit on fewer
+    devices may not save again the better ones for which they were removed. Collective."""
+    best = {
+        path: score for path, score in callback.best_k_models.items() if callback.file_exists(path, trainer)
+    }
+    if len(best) < len(callback.best_k_models):
+        choose = max if callback.mode == "max" else min
+        callback.best_k_models = best
+        callback.best_model_path = choose(best, key=best.__getitem__, default="")
+        callback.best_model_score = best.get(callback.best_model_path)
